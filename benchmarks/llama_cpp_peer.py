@@ -5,9 +5,11 @@ Needs gguf and ``llama-cpp-python`` (``pip install 'mxtensor[peers]'``), which p
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +81,8 @@ class LlamaCpp:
     """
 
     def __init__(self, path: Path, batch: int, prompt: int, threads: int, context: int) -> None:
-        import llama_cpp as lib
-
+        lib = library()
         self.lib, self.batch, self.position = lib, batch, prompt
-        quiet(lib)
-        lib.llama_backend_init()
         self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         if not self.model:
             raise ValueError(f"llama.cpp cannot load {path}")
@@ -130,9 +129,16 @@ class LlamaCpp:
 _CALLBACKS: list[Any] = []
 
 
-def quiet(lib: Any) -> None:
-    """No log on stderr."""
-    if not _CALLBACKS:
-        silent: Callable[..., None] = lambda level, text, data: None  # noqa: E731
-        _CALLBACKS.append(lib.llama_log_callback(silent))  # a reference: C calls it later
-        lib.llama_log_set(_CALLBACKS[0], ctypes.c_void_p(0))
+@cache
+def library() -> Any:
+    """llama.cpp, ready and without a log on stderr. Raises ImportError without llama-cpp-python."""
+    import llama_cpp as lib
+    from llama_cpp import _utils
+
+    for file in (_utils.outnull_file, _utils.errnull_file):  # the package opens them and never closes them
+        atexit.register(file.close)
+    silent: Callable[..., None] = lambda level, text, data: None  # noqa: E731
+    _CALLBACKS.append(lib.llama_log_callback(silent))  # a reference: C calls it later
+    lib.llama_log_set(_CALLBACKS[0], ctypes.c_void_p(0))
+    lib.llama_backend_init()
+    return lib

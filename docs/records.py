@@ -310,15 +310,15 @@ def figures() -> str:
     decoded = {line[0]: line for line in decode_model.lines(models)}
     for what, unit, column, faster in (
         ("Weights of a model with the shape of Llama 3 8B", "GB", 4, False),
-        ("Its layers as one graph, batch 1", "tokens/s", 1, True),
+        (f"Its layers as one graph, batch 1, one {_short(machine)}", "tokens/s", 1, True),
     ):
         base = float(decoded["bfloat16"][column])
         add(what, unit, base, partial(_weight_only, decoded, column), faster)
 
-    _, ranks = read_json(RESULTS / "fsdp.json", fsdp.FsdpRow)
+    host, ranks = read_json(RESULTS / "fsdp.json", fsdp.FsdpRow)
     gathered = {line[0]: float(line[5]) for line in fsdp.lines(ranks)}
     codes = {"mxfp8": gathered["mxfp8, codes gathered"]}
-    add("All-gathers of FSDP2 in one step, 1B parameters, 2 GPUs", "MB", gathered["bfloat16"], codes.get)
+    add(f"All-gathers of FSDP2 in one step, 1B parameters, 2 {_short(host)}", "MB", gathered["bfloat16"], codes.get)
 
-    header = f"{_short(machine)}, bfloat16, " + ", ".join(FIGURES.values())
+    header = "figure, bfloat16, " + ", ".join(FIGURES.values())
     return table(header, [*figures_of_users(_short), *rows])

@@ -30,6 +30,7 @@ from .convert.training_configs import (
 )
 from .core.dispatch import strict
 from .core.explain import explain
+from .core.peer_names import instead_of as _instead_of
 from .core.select import kernels
 from .integrations import TransformersConfig
 from .numerics.cast import Cast
@@ -203,7 +204,7 @@ _HOME = {name: module for module, names in _LAZY.items() for name in names}
 
 def __getattr__(name: str) -> _Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_instead_of(name)}")
     module = _import_module(f".{_HOME[name]}", __name__)
     found = globals()[name] = module if name in _MODULES else getattr(module, name)
     return found

@@ -125,7 +125,7 @@ def _matches(target: object, module: str) -> bool:
     if target.startswith("re:"):
         if len(target) > 1000 or _REPEATED_GROUP.search(target) or len(_REPETITION.findall(target)) > 3:
             raise ValueError(
-                f"the target {described(target)} is no simple pattern of names: it may have 1000 characters, three "
+                f"the target {described(target)} is too complex a pattern: it may have at most 1000 characters, three "
                 "repetitions, and no repeated group"
             )
         try:

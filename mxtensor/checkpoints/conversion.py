@@ -18,10 +18,11 @@ from ..numerics.formats import Orientation, Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
+from .destination import check_apart
 from .known import Known
 from .layout import Layout, Written
 from .matrices import matrix_orientation
-from .recipes import Recipes, raise_nothing_quantized
+from .recipes import Recipes, is_skipped, raise_nothing_quantized
 from .registry import layout_of, opened
 from .relative_error import relative_error
 from .sink import merged
@@ -100,7 +101,7 @@ class _Casts:
         """The tensor that is stored: ``value`` itself if it stays as it is."""
         side = matrix_orientation(name, value.shape, self.written.config)
         recipe, left_out = self.recipes.of(name)
-        if side is None or left_out or recipe is None or not value.is_floating_point():
+        if side is None or left_out or recipe is None or not value.is_floating_point() or not value.numel():
             return value
         plain, fits = not isinstance(value, MXTensor), value.dim() in self.layout.dims
         side = self.written.known.orientation(name) or side
@@ -144,14 +145,13 @@ def convert(
     in one of ``skip`` stay as they are, except those that a plan names and ``skip`` does not. ``include_head``
     quantizes heads too, and an embedding that shares its weight with one. Other files of the folder, such as the
     tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays until then.
-    Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``, and ValueError if no
-    tensor is quantized, although there is a ``format`` (and ``skip`` names no tensor) or the layout is one of quantized
-    tensors.
+    Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``, and ValueError for a
+    destination that is the source, is inside it or contains it, and if no tensor is quantized, although there is a
+    ``format`` (and ``skip`` names no tensor) or the layout is one of quantized tensors.
     """
     chosen = writable(layout, destination)
     with opened(source) as checkpoint:
-        if Path(destination).resolve() == checkpoint.path.resolve():
-            raise ValueError(f"convert: {destination} is the source; choose another destination")
+        check_apart(destination, source, *{stored.file for stored in checkpoint.tensors.values()})
         before, checkpoint.maps = layout_of(checkpoint), True
         report = Conversion(before.name, chosen.name)
         entries = before.entries(checkpoint)
@@ -162,8 +162,8 @@ def convert(
         with sink_of(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
             _check_inputs(entries, before.name, chosen.name)
             moves = (before is not chosen or not chosen.static_scales) and before.config is not None
-            report.dropped = [name for name in entries if moves and name.endswith(STATIC)]
-            rest = {name: entry for name, entry in entries.items() if not (moves and name.endswith(STATIC))}
+            rest = {name: entry for name, entry in entries.items() if not (moves and is_skipped(name, STATIC))}
+            report.dropped = [name for name in entries if name not in rest]
 
             def work(name: str) -> tuple[Tensor, float | None]:
                 value = checkpoint.load(name, rest[name])

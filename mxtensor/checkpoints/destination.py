@@ -16,40 +16,106 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
+WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+"""Endings of files that hold tensors."""
+
+
+def check_apart(destination: str | Path, *sources: str | Path) -> None:
+    """Raise ValueError if the destination is a source, is inside one or contains one. Links are followed."""
+    target = Path(destination).resolve()
+    for source in sources:
+        place = Path(source).resolve()
+        inside, around = _holds(place, target), _holds(target, place)
+        if inside or around:
+            how = "is" if inside and around else "is inside" if inside else "contains"
+            raise ValueError(f"convert: {destination} {how} the source {source}; choose another destination")
+
+
+def _holds(outer: Path, inner: Path) -> bool:
+    """Whether ``inner`` is ``outer`` or is inside it, also by another name: file systems may ignore case."""
+    return any(place == outer or _same(place, outer) for place in (inner, *inner.parents))
+
+
+def _same(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a folder cannot be replaced: the working directory is in it, or a file system is mounted there."""
+    try:
+        return os.path.ismount(folder) or _holds(folder, Path.cwd())
+    except FileNotFoundError:  # the working directory was removed
+        return False
+
+
 class Destination:
     """A context manager with a hidden folder for what is being written.
 
-    Raises FileExistsError if ``path`` exists and is no empty folder, unless ``overwrite``, and for a folder instead of
-    a file.
+    An empty folder is filled, links are followed. With ``overwrite``, a file or the folder of a checkpoint is replaced.
+    Raises FileExistsError for anything else that exists at ``path``.
     """
 
     is_file = True
     """Whether the destination is one file."""
 
     def __init__(self, path: str | Path, overwrite: bool = False) -> None:
-        self.path = Path(path)
-        empty = self.path.is_dir() and not any(self.path.iterdir()) and not self.is_file
-        if self.path.exists() and not empty and not overwrite:
-            raise FileExistsError(f"{self.path} exists; choose another destination, or pass overwrite=True")
-        if self.is_file and self.path.is_dir():
-            raise FileExistsError(f"{self.path} is a folder; pass the name of a file")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent))
+        self.given, self.path, self.overwrite = Path(path), Path(path).resolve(), overwrite
+        self.fills = not self.is_file and self.path.is_dir() and not any(self.path.iterdir())
+        """Whether the destination is an empty folder, which stays the same folder."""
+        self._check()
+        beside = self.path if self.fills else self.path.parent
+        beside.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=beside))
+
+    def _check(self) -> None:
+        """Raise FileExistsError if something is there that must not be replaced."""
+        if self.fills or not self.path.exists():
+            return
+        if not self.overwrite:
+            raise FileExistsError(f"{self.given} exists; choose another destination, or pass overwrite=True")
+        if not self.path.is_dir():
+            return
+        if self.is_file:
+            raise FileExistsError(f"{self.given} is a folder; pass the name of a file")
+        inner = sorted(self.path.iterdir())
+        folders = [entry.name for entry in inner if entry.is_dir()]
+        if folders:
+            raise FileExistsError(
+                f"{self.given} holds the folder {folders[0]}, and overwrite=True replaces only folders without "
+                "subfolders; choose another destination, or remove it yourself"
+            )
+        if inner and not any(entry.name == "config.json" or entry.suffix in WEIGHTS for entry in inner):
+            raise FileExistsError(
+                f"{self.given} holds {inner[0].name} and no checkpoint, and overwrite=True replaces only checkpoints; "
+                "choose another destination, or remove it yourself"
+            )
+        if _in_use(self.path):
+            raise FileExistsError(
+                f"{self.given} is the working directory or a mount point, which cannot be replaced; pass an empty "
+                "folder or a new one"
+            )
 
     def told(self, call: Callable[..., Result], *arguments: Any) -> Result:
         """``call(*arguments)``, whose OSError names the destination: that of a full disk names no file."""
         try:
             return call(*arguments)
         except OSError as error:
-            raise OSError(f"{self.path} cannot be written: {error.strerror or error}") from error
+            raise OSError(f"{self.given} cannot be written: {error.strerror or error}") from error
 
     def move(self) -> None:
-        """Put the folder in the place of the destination; what was there is removed afterwards."""
+        """Put the folder in the place of the destination; what was there is removed afterwards.
+
+        Raises FileExistsError for what was put there meanwhile.
+        """
+        self._check()
         os.chmod(self.folder, 0o755)  # mkdtemp makes it private
+        if self.fills:
+            self._fill()
+            return
         old = self.folder.with_suffix(".old")
-        if self.path.exists():
-            os.replace(self.path, old)
         try:
+            if self.path.exists():
+                os.replace(self.path, old)
             os.replace(self.folder, self.path)
         except BaseException:
             if old.exists():
@@ -58,8 +124,25 @@ class Destination:
         if old.exists():
             shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
 
+    def _fill(self) -> None:
+        """Move the content of the folder, which is in the destination, one floor up."""
+        found = [entry.name for entry in self.path.iterdir() if entry != self.folder]
+        if found:
+            raise FileExistsError(f"{self.given} was empty, and holds {found[0]} now; choose another destination")
+        moved: list[Path] = []
+        try:
+            for entry in sorted(self.folder.iterdir()):
+                moved.append(self.path / entry.name)
+                os.replace(entry, moved[-1])
+        except BaseException:
+            for place in moved:
+                place.unlink(missing_ok=True)
+            raise
+        self.folder.rmdir()
+
     def move_file(self, name: str) -> None:
-        """Put one file of the folder in the place of the destination."""
+        """Put one file of the folder in the place of the destination. Raises as ``move``."""
+        self._check()
         os.replace(self.folder / name, self.path)
         shutil.rmtree(self.folder)
 

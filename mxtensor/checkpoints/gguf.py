@@ -190,8 +190,8 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
     operand = t.rowwise
     if operand is None or t.dim() not in (2, 3) or t.shape[-1] % block:
         raise NotImplementedError(
-            f"{name} is a {t.orientation.label} tensor of shape {tuple(t.shape)}, and the layout gguf holds rowwise "
-            f"matrices with whole blocks of {block} values; skip it, or use the layout native"
+            f"{name} has the orientation {t.orientation.label} and the shape {tuple(t.shape)}, and the layout gguf "
+            f"holds rowwise matrices with whole blocks of {block} values; skip it, or use the layout native"
         )
     return {name: bytes_of(name, operand.data.contiguous(), operand.scale.contiguous())}
 

@@ -7,7 +7,6 @@ needs a file that its own converter has made.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ class GGUFSink(Destination):
             self._tensors(writer)
         finally:
             writer.close()
-        os.replace(out, self.path)
+        self.move_file(out.name)
 
     @staticmethod
     def _fields(gguf: Any, writer: Any, fields: Mapping[str, Any]) -> None:

@@ -37,9 +37,9 @@ def _codes(dtype: torch.dtype) -> Callable[..., Tensor]:
 
 def _pairs(checkpoint: Checkpoint) -> dict[str, Entry]:
     found = {}
-    for name in checkpoint.tensors:
+    for name, stored in checkpoint.tensors.items():
         for blocks, scales in NAMES:
-            if not name.endswith(blocks):
+            if not name.endswith(blocks) or stored.dtype != "U8":
                 continue
             model_name = name.removesuffix(blocks)
             other = model_name + scales
@@ -50,7 +50,7 @@ def _pairs(checkpoint: Checkpoint) -> dict[str, Entry]:
 
 
 def _detect(checkpoint: Checkpoint) -> bool:
-    has_blocks = any(name.endswith(("_blocks", ".blocks")) for name in checkpoint.tensors)
+    has_blocks = any(n.endswith(("_blocks", ".blocks")) and t.dtype == "U8" for n, t in checkpoint.tensors.items())
     return checkpoint.method == "mxfp4" or (not checkpoint.method and has_blocks)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from .known import Known
 from .matrices import matrix_orientation
-from .source import Checkpoint, Entry, plain
+from .source import Checkpoint, Entry, named_dtype, plain
 
 LARGEST_WEIGHT = 65504.0
 """The largest float16. A decoded amax above it comes from a global scale that was read the wrong way round."""
@@ -48,6 +49,8 @@ class Written:
     """Name of a quantized tensor -> its recipe."""
     others: list[str] = field(default_factory=list)
     """Names of matrices that stay in high precision."""
+    values: Counter[torch.dtype] = field(default_factory=Counter)
+    """Outer dtype of quantized tensors -> how many values they have."""
     stacks: list[str] = field(default_factory=list)
     """Names of stacked experts that stay in high precision."""
 
@@ -76,6 +79,11 @@ class Written:
         """The modules of ``stacks``."""
         modules = [name.rpartition(".")[0] for name in self.stacks]
         return list(dict.fromkeys([*modules, *(m for name in self.stacks for m in self.known.modules(name))]))
+
+    @property
+    def dtype(self) -> str:
+        """The outer dtype of most quantized values, by its name."""
+        return str(self.values.most_common(1)[0][0]).removeprefix("torch.")
 
     @property
     def skipped(self) -> list[str]:
@@ -125,6 +133,8 @@ class Layout:
     """Whether it holds matrices (in, out), with blocks along their first dimension."""
     parameter_names: bool = False
     """Whether the reader of transformers looks for entries of the header by the names of its parameters."""
+    empty: bool = False
+    """Whether it holds codes of tensors without values; the others hold these in high precision."""
     one_file: bool = False
     """Whether a file says all without a configuration beside it."""
     formats: str = ""
@@ -152,6 +162,14 @@ class Layout:
                 raise
             kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
             raise kind(f"{checkpoint.path}: {error}") from error
+
+    def files(self, written: Written, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON files to write beside ``config``, the ``config.json`` of the model: with its dtype, which most
+        layouts store with no tensor."""
+        files = {} if self.config is None else self.config(written)
+        if "config.json" in files and written.values and named_dtype(config) is None:
+            files["config.json"]["dtype"] = written.dtype
+        return files
 
 
 def weight(
@@ -247,10 +265,10 @@ def rowwise(
             f"{name} is {t.format.name}, and the layout {layout} holds {', '.join(formats)}: pass format=, which "
             "quantizes again"
         )
-    if operand is None or t.dim() not in ((2, 3) if stacks else (2,)) or not name.endswith("weight"):
+    if operand is None or t.dim() not in ((2, 3) if stacks else (2,)) or name.rpartition(".")[2] != "weight":
         raise NotImplementedError(
-            f"{name} is a {t.orientation.label} tensor of shape {tuple(t.shape)}, and the layout {layout} holds "
-            "rowwise matrices called weight; skip it, or use the layout native"
+            f"{name} has the orientation {t.orientation.label} and the shape {tuple(t.shape)}, and the layout {layout} "
+            "holds rowwise matrices called weight; skip it, or use the layout native"
         )
     if whole_blocks and block > 0 and t.shape[-1] % block:
         raise NotImplementedError(

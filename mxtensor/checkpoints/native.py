@@ -139,6 +139,7 @@ NATIVE = Layout(
     metadata=lambda name, t: header(name, t) if isinstance(t, MXTensor) else {},
     dims=(2, 3),
     embeddings=True,
+    empty=True,
     one_file=True,
     operations=(*MERGES, *SPLITS),
     columnwise=True,

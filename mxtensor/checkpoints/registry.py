@@ -33,7 +33,8 @@ def get_layout(name: str) -> Layout:
     """The layout called ``name``; case, hyphens and underscores do not matter. Raises ValueError for an unknown one."""
     found = names.find(name, LAYOUTS) if isinstance(name, str) else None
     if found is None:
-        raise ValueError(f"unknown layout {described(name)}; the layouts are {', '.join(LAYOUTS)}")
+        choices = names.choices("layouts", name if isinstance(name, str) else "", LAYOUTS)
+        raise ValueError(f"unknown layout {described(name)}; {choices}")
     return LAYOUTS[found]
 
 

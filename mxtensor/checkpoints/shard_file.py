@@ -31,6 +31,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.complex64: "C64
 
 def dtype_name(name: str, t: Tensor) -> str:
     """safetensors' name of a dtype. Raises NotImplementedError for one that it does not have."""
+    if t.is_meta:
+        raise NotImplementedError(f"{name} is on the device meta and has no values; load the model without offload")
     found = NAMES.get(t.dtype)
     if found is None or t.layout is not torch.strided:
         raise NotImplementedError(f"{name} is {described(t)}, which safetensors cannot store")

@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -99,6 +99,16 @@ def plain(name: str) -> Entry:
     return Entry((name,), _same)
 
 
+def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that a ``config.json`` names, or that of its text model; None if it names none."""
+    nested = config.get("text_config")
+    for fields in (config, nested if isinstance(nested, dict) else {}):
+        name = fields.get("dtype") or fields.get("torch_dtype")
+        if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
+            return _DTYPES[name.removeprefix("torch.")]
+    return None
+
+
 @dataclass
 class Checkpoint:
     """An opened folder or file of safetensors. A context manager."""
@@ -135,12 +145,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the model's values by its configuration; bfloat16 if that names none."""
-        nested = self.config.get("text_config")
-        for config in (self.config, nested if isinstance(nested, dict) else {}):
-            name = config.get("dtype") or config.get("torch_dtype")
-            if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
-                return _DTYPES[name.removeprefix("torch.")]
-        return torch.bfloat16
+        return named_dtype(self.config) or torch.bfloat16
 
     def place(self, name: str) -> str:
         """``file, tensor NAME``: the beginning of messages."""
@@ -310,7 +315,9 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise ValueError(f"{path / INDEX} needs a weight_map of tensors and files, got {described(found)}")
     for name, file in found.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\0" in file:
-            raise ValueError(f"{path / INDEX}: {name} is in {described(file)}, which is no file name in this folder")
+            raise ValueError(
+                f"{path / INDEX}: {name} is in {described(file)}, which is not the name of a file in this folder"
+            )
         if not (path / file).is_file():
             raise ValueError(f"{path / INDEX}: {name} is in {file}, which does not exist")
     return found

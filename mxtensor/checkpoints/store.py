@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..core.arguments import described
+from ..core.arguments import check_plain, described
 from ..core.progress import with_progress
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
@@ -54,7 +54,7 @@ def save(
 
     ``path``: a new folder, or a file that ends in ``.safetensors``, or in ``.gguf`` for that layout. transformers'
     models also write their ``config.json``. A weight that two modules share is stored once if the model knows it as
-    tied, otherwise twice.
+    tied, otherwise twice. ``overwrite``: replace the file or the folder of a checkpoint, with all files in it.
     Raises NotImplementedError for a tensor that the layout cannot hold, FileExistsError for a folder that is not empty.
     """
     chosen = writable(layout, path)
@@ -62,6 +62,8 @@ def save(
     if isinstance(model, nn.Module):
         of_model: Any = getattr(model, "config", None)
         config = of_model.to_diff_dict() if hasattr(of_model, "to_diff_dict") else {}
+        if config and hasattr(model, "dtype"):  # as save_pretrained does
+            config["dtype"] = str(model.dtype).removeprefix("torch.")
         state: Mapping[str, Any] = {k: v for k, v in model.state_dict().items() if k not in tied_keys(model)}
     elif isinstance(model, Mapping):
         state = model
@@ -112,6 +114,8 @@ def check_destination(path: str | Path, layout: str, overwrite: bool) -> None:
 def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: Tensor) -> None:
     """Add a tensor to a checkpoint as the layout stores it."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
+    if isinstance(value, MXTensor) and not value.numel() and not layout.empty:
+        value = value.dequantize()
     if isinstance(value, MXTensor):
         lookup = written.known.is_lookup(name) or is_skipped(name.removesuffix(".weight"), LOOKUPS)
         if not layout.embeddings and lookup:
@@ -130,7 +134,9 @@ def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: 
                 "use the layout compressed-tensors or native"
             )
         stored, written.weights[name] = write(name, value), value.recipe
+        written.values[value.dtype] += value.numel()
     else:
+        check_plain(f"save: {name}", value)
         stored = {name: value.detach()}
         written.note_plain(name, value)
     names = [name, *(written.known.loaded(name).parameters if layout.parameter_names else ())]
@@ -141,15 +147,13 @@ def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: 
 
 def config_files(layout: Layout, written: Written) -> dict[str, Any]:
     """The JSON files of the layout."""
-    if layout.config is None:
-        return {}
     model = written.known.model
     if model is not None:
         parameters = (p for name in written.weights for p in (name, *written.known.loaded(name).parameters))
         written.others += tied_layers(model, set(parameters))
     else:
         written.others += usual_heads(written.config, written.weights, written.others)
-    return layout.config(written)
+    return layout.files(written, written.config)
 
 
 @dataclass(frozen=True)

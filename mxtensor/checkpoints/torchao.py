@@ -145,8 +145,9 @@ def _checked(name: str, t: MXTensor) -> None:
     whole = (block <= 0 or t.shape[-1] % block == 0) and (rows <= 1 or t.shape[-2] % rows == 0)
     if t.rowwise is None or t.dim() not in (2, 3) or "." not in name or not whole:
         raise NotImplementedError(
-            f"{name} is a {t.orientation.label} tensor of shape {tuple(t.shape)}, and the layout {NAME} holds rowwise "
-            f"matrices of modules with whole blocks of {max(rows, 1)}x{block} values; skip it, or use the layout native"
+            f"{name} has the orientation {t.orientation.label} and the shape {tuple(t.shape)}, and the layout {NAME} "
+            f"holds rowwise matrices of modules with whole blocks of {max(rows, 1)}x{block} values; skip it, or use "
+            "the layout native"
         )
 
 

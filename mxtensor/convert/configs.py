@@ -13,6 +13,7 @@ import torch
 
 from ..core.arguments import check_fields, described
 from ..core.names import find, suggestion, without_weight_only
+from ..core.peer_names import instead_of
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
 from ..recipe import RECIPES
@@ -209,6 +210,9 @@ def recipe_of(config: Any) -> LinearRecipe:
     ours = from_torchao(config, TORCHAO)
     if ours is not None:
         return ours.linear_recipe()  # type: ignore[no-any-return]
+    instead = instead_of(type(config).__name__)
+    if instead:
+        raise TypeError(f"cannot quantize by {described(config)}{instead}")
     raise TypeError(
         f"cannot quantize by {described(config)}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a "
         "LinearRecipe, or one of the configs MXDynamicActivationMXWeightConfig, "
@@ -236,7 +240,8 @@ def _recipe_called(text: str) -> LinearRecipe:
         named = find(text, CLASSES)
         if named is not None:
             raise ValueError(f"{text!r} names a class; pass an instance, {CLASSES[named]}()") from None
-        hint = suggestion(text, CLASSES) if len(text) > 5 else ""
+        short = [f"{format}-weight-only" for format in (*FORMATS, *FORMATS.aliases)]
+        hint = suggestion(text, [*CLASSES, *short]) if len(text) > 5 else ""
         if hint and not weight_only and not suggestion(name, FORMATS):
-            raise ValueError(f"unknown format or config {text!r}{hint}") from None
+            raise ValueError(f"unknown format or config {text!r}; {hint}") from None
         raise

@@ -109,7 +109,7 @@ class Plan(FqnToConfig):
             plan._of("errors")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} is no plan that mx.Plan.save wrote: {error}; make one by mx.plan or `mxtensor plan`"
+                f"{path} was not written by mx.Plan.save: {error}; make one by mx.plan or `mxtensor plan`"
             ) from error
         return plan
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..core.arguments import check_plain
 from ..core.explain import LOGS
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
@@ -60,6 +61,7 @@ def planned(model: nn.Module, weights: Sequence[tuple[Weight, LinearRecipe]]) ->
 
 def _check(weight: Weight) -> None:
     value, name = values_of(weight.value), weight.fqn
+    check_plain(f"quantize_: {name}", value)
     if value.dtype not in DTYPES:
         raise TypeError(
             f"quantize_: {name} is {str(value.dtype).removeprefix('torch.')}; weights are float32, bfloat16, float16 "

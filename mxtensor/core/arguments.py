@@ -158,6 +158,19 @@ def described(value: Any) -> str:
     return f"the {type(value).__name__} {name}" if isinstance(name, str) else f"a value of type {type(value).__name__}"
 
 
+def check_plain(what: str, t: Tensor) -> None:
+    """Raise TypeError for a tensor that another library has quantized: its class has its own ``dequantize``."""
+    if torch.compiler.is_dynamo_compiling():  # which cannot trace this, and compiles no such tensor
+        return
+    home = next(base for base in type(t).__mro__ if "dequantize" in vars(base) or base is Tensor)
+    package = home.__module__.partition(".")[0]
+    if package not in ("torch", __name__.partition(".")[0]):
+        raise TypeError(
+            f"{what} is quantized already, by {package} ({type(t).__name__}); pass the original values, or those of "
+            "its dequantize()"
+        )
+
+
 def check(owner: str, name: str, value: Any, kind: Kind) -> None:
     """Raise TypeError for an argument of another type, ValueError for another value. ``owner`` names the caller."""
     if not kind.accepts(value):

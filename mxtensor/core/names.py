@@ -35,7 +35,7 @@ def without_weight_only(text: str) -> tuple[str, bool]:
 
 
 def suggestion(text: str, names: Iterable[str]) -> str:
-    """``"; did you mean 'a' or 'b'?"``: the names that contain ``text``, else the two most similar; "" if none is."""
+    """``"did you mean 'a' or 'b'?"``: the names that contain ``text``, else the two most similar; "" if none is."""
     names, short = list(names), key(text)
     found = [name for name in names if len(short) > 2 and short in key(name)]
     # of names that continue another one, the short one: float8_row of float8_row_pow2
@@ -45,4 +45,11 @@ def suggestion(text: str, names: Iterable[str]) -> str:
         keys = {key(name): name for name in names}
         found = [keys[close] for close in get_close_matches(short, keys, 2)]
     shown = " or ".join(map(repr, found[:MOST]))
-    return f"; did you mean {shown}?" if found else ""
+    return f"did you mean {shown}?" if found else ""
+
+
+def choices(kind: str, text: str, names: Iterable[str]) -> str:
+    """What an error says after an unknown name: the similar names first, then all. ``kind``: ``"formats"`` ..."""
+    names = list(names)
+    hint, listed = suggestion(text, names), f"he {kind} are {', '.join(names)}"
+    return f"{hint} T{listed}" if hint else f"t{listed}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from . import names
 from .arguments import described
 from .explain import LOGS, Log, measure, record, use_log
 from .kernel import Kernel, Spec, describe, elsewhere
@@ -31,9 +32,8 @@ def kernels(name: str) -> Iterator[None]:
     A compiled graph keeps the kernel that was chosen when it was traced. Raises ValueError for an unknown name.
     """
     if not isinstance(name, str) or name not in KERNEL_NAMES:
-        raise ValueError(
-            f"unknown product kernel {described(name)}; the product kernels are {', '.join(sorted(KERNEL_NAMES))}"
-        )
+        choices = names.choices("product kernels", name if isinstance(name, str) else "", sorted(KERNEL_NAMES))
+        raise ValueError(f"unknown product kernel {described(name)}; {choices}")
     with _forced.block(name):
         yield
 

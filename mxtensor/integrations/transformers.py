@@ -26,7 +26,7 @@ from ..convert.weights import KINDS, Kind, default_filter
 from ..core.arguments import described
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .transformers_load import SIDES, Deserialize, Freeze, Quantize, for_codes, has, keep_codes, place
+from .transformers_load import SIDES, Deserialize, Freeze, Quantize, for_codes, has, keep_codes, patterns_of, place
 
 METHOD = "mxtensor"
 
@@ -139,9 +139,10 @@ class MXQuantizer(HfQuantizer):
             targets = one.target_patterns
             if isinstance(one, WeightConverter) and len(one.source_patterns) == 1 and len(targets) > 1:
                 end = "" if targets[0].endswith("weight") else ".weight"  # it may be for the bias, too
+                (source,), parts = patterns_of(one)
                 yield one.copy(
-                    [f"{one._original_source_patterns[0]}{re.escape(end)}{side}" for side in SIDES],
-                    [f"{target}{end}" for target in one._original_target_patterns],
+                    [f"{source}{re.escape(end)}{side}" for side in SIDES],
+                    [f"{part}{end}" for part in parts],
                     operations=[Deserialize(self), *one.operations, Freeze()],
                 )
 

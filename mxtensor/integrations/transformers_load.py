@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,10 @@ from ..convert.quantize import inference_recipe
 from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 
+patterns_of: Callable[[Any], tuple[list[str], list[str]]] = attrgetter(
+    "_original_source_patterns", "_original_target_patterns"
+)
+"""Sources and targets of a renaming as transformers' own lists write them; its public fields have others."""
 SIDES = tuple(f"_{side}_{name}" for side in ("rowwise", "columnwise") for name in ("data", "scale", "global_scale"))
 
 
@@ -122,8 +127,8 @@ def _ending(found: dict[str, Tensor], end: str, name: str) -> Tensor:
 
 def for_codes(one: Any) -> Iterator[Any]:
     """A renaming of whole tensors, such as ``input_linear.weight``, for their codes and scales."""
-    if type(one) is WeightRenaming and one._original_source_patterns[0][-1:].isalnum():
-        source, target = one._original_source_patterns[0], one._original_target_patterns[0]
+    (source, *_), (target, *_) = patterns_of(one)
+    if type(one) is WeightRenaming and source[-1:].isalnum():
         yield from (one.copy([source + side], [target + side]) for side in SIDES)
 
 

@@ -2,6 +2,7 @@
 
 Functions that sort tokens by expert have its names too (``permutation.py``)."""
 
+from ..core.peer_names import instead_of as _instead_of
 from .attention import MultiheadAttention
 from .dot_product import DotProductAttention
 from .grouped_linear import GroupedLinear
@@ -39,3 +40,7 @@ __all__ = [
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_instead_of(name)}")

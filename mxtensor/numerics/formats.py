@@ -281,7 +281,7 @@ def get_format(name: Format | str | torch.dtype) -> Format:
     """The format called ``name``: a row or alias of FORMATS, ``"mxfp8[32x32]"`` with a block, or a torch dtype.
 
     Case, hyphens, underscores and spaces do not matter: ``"MX-FP8"`` is ``"mxfp8"``. Raises ValueError for an unknown
-    name and for one that could be several, like ``"fp8"``, with the known formats and last those with similar names.
+    name and for one that could be several, like ``"fp8"``, with similar names first and then the known formats.
     """
     if isinstance(name, Format):
         return name
@@ -298,5 +298,9 @@ def get_format(name: Format | str | torch.dtype) -> Format:
     row = names.find(match[1] if match else text, known)
     if row is not None:
         return _with_block(FORMATS[row], match) if match else FORMATS[row]
-    hint = names.suggestion(match[1] if match else text, known)
-    raise ValueError(f"unknown format {described(name)}; the formats are {', '.join(known)}{hint}")
+    bare, weight_only = names.without_weight_only(text)
+    base = names.find(bare, known) if weight_only else None
+    if base is not None:
+        raise ValueError(f"{name!r} names a recipe of quantize_, not a format; did you mean {base!r}?")
+    choices = names.choices("formats", match[1] if match else text, known)
+    raise ValueError(f"unknown format {described(name)}; {choices}")

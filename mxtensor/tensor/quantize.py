@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.arguments import check, described
+from ..core.arguments import check, check_plain, described
 from ..core.devices import cached
 from ..numerics.cast import SEED, Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode
@@ -53,6 +53,7 @@ def quantize(
     distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
     if distributed is not None and isinstance(x, distributed.DTensor):
         return import_module(".quantize_shards", __package__).quantize_shards(x, recipe, copies)  # type: ignore[no-any-return]
+    check_plain("quantize: the tensor", x)
     return MXTensor._quantized(x, recipe, copies)
 
 

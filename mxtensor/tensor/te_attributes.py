@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ..numerics.operand import Operand, Rotated
+from .torchao_attributes import TorchAOAttributes
 
 
-class TransformerEngineAttributes(Tensor):
+class TransformerEngineAttributes(TorchAOAttributes):
     """The part of MXTensor that code written for TransformerEngine's quantized tensors reads."""
 
     _rotated: Rotated | None = None

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.compat import function_mode_stack, remove_function_mode
 from ..core.compat_compile import run_uncompiled
+from ..core.peer_names import refuse_arguments
 from ..core.scopes import Scope, Scopes
 from ..recipe import MXFP8BlockScaling, Recipe
 from ..recipe.default import recipe_or_default
@@ -103,7 +104,10 @@ class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine
     changed then.
     """
 
-    def __init__(self, enabled: bool = True, recipe: Recipe | None = None, *, amax_reduction_group: Any = None) -> None:
+    def __init__(
+        self, enabled: bool = True, recipe: Recipe | None = None, *, amax_reduction_group: Any = None, **others: Any
+    ) -> None:
+        refuse_arguments("autocast", others)
         self.recipe = recipe_or_default("autocast", enabled, recipe)
         self.group = amax_reduction_group
         self._entered: list[Scope[AutocastState | None]] = []

@@ -168,5 +168,5 @@ def test_metadata_of_the_native_layout_is_checked(change, tmp_path):
 def test_a_pattern_that_could_take_for_ever_is_refused(target, tmp_path):
     groups = {"group_0": {"targets": [target], "weights": {}}}
     path = checkpoint(tmp_path / "a", MXFP4, METHOD | {"config_groups": groups})
-    with pytest.raises(ValueError, match="no simple pattern"):
+    with pytest.raises(ValueError, match="is too complex a pattern"):
         mx.checkpoints.load(path)

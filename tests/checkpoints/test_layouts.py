@@ -122,3 +122,86 @@ def test_names_of_layouts_forgive_spelling():
         mx.checkpoints.get_layout("awq")
     with pytest.raises(NotImplementedError, match="only read"):
         mx.checkpoints.save({}, "x", layout="pickle")
+
+
+MATRICES = [
+    ("compressed-tensors", "mxfp4-wo"), ("compressed-tensors", "float8_row-wo"), ("modelopt", "nvfp4-wo"),
+    ("deepseek", "float8_128x128-wo"), ("quark", "mxfp4-wo"), ("mlx", "mxfp8-wo"),
+]  # fmt: skip
+"""Layouts that hold ``M.weight`` only, and take the dtype from config.json."""
+
+
+@pytest.mark.parametrize(("layout", "format"), MATRICES)
+def test_a_parameter_whose_name_only_ends_in_weight_is_refused(layout, format, tmp_path):
+    """Readers look for ``M.weight``: they took codes of ``in_proj_weight`` for values."""
+    model = mx.quantize_(torch.nn.MultiheadAttention(128, 4), format)
+    with pytest.raises(NotImplementedError, match=r"in_proj_weight .* holds rowwise matrices called weight"):
+        mx.checkpoints.save(model, tmp_path / "out", layout=layout)
+    alone = {"weight": quantize_as(torch.randn(128, 128), recipe_of(format))}
+    mx.checkpoints.save(alone, tmp_path / "out", layout=layout)
+    assert isinstance(mx.checkpoints.load(tmp_path / "out")["weight"], mx.MXTensor)
+
+
+def test_a_parameter_whose_name_only_ends_as_codes_or_scales_do_stays(tmp_path):
+    before = state("float8_row") | {
+        "pos_blocks": torch.ones(3),
+        "block_scale": torch.ones(2),
+        "a.input_scale": torch.ones(1),
+    }
+    mx.checkpoints.save({"pos_blocks": torch.ones(3)}, tmp_path / "plain", layout="plain")
+    assert list(mx.checkpoints.load(tmp_path / "plain")) == ["pos_blocks"]
+    mx.checkpoints.save(before, tmp_path / "a", layout="compressed-tensors")
+    report = mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", layout="native")
+    assert report.dropped == ["a.input_scale"]
+    assert mx.checkpoints.load(tmp_path / "b").keys() == before.keys() - {"a.input_scale"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("layout", "format"), [*MATRICES, ("native", "mxfp4-wo"), ("torchao", "mxfp4-wo")])
+def test_the_configuration_names_the_dtype(layout, format, dtype, tmp_path):
+    mx.checkpoints.save(state(format, dtype), tmp_path / "out", layout=layout)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert mx.checkpoints.load(tmp_path / "out")["a.weight"].dtype == dtype
+    mx.checkpoints.convert(tmp_path / "out", tmp_path / "plain", layout="plain")
+    assert mx.checkpoints.load(tmp_path / "plain")["a.weight"].dtype == dtype
+
+
+def test_the_dtype_of_a_source_stays(tmp_path):
+    mx.checkpoints.save({"a.weight": torch.randn(64, 64)}, tmp_path / "a", layout="plain")
+    for text, wanted in (
+        ({"torch_dtype": "float16"}, None),
+        ({"text_config": {"dtype": "bfloat16"}}, None),
+        ({}, "float32"),
+    ):
+        (tmp_path / "a" / "config.json").write_text(json.dumps(text))
+        mx.checkpoints.convert(tmp_path / "a", tmp_path / "b", "compressed-tensors", "mxfp8-wo", overwrite=True)
+        found = json.loads((tmp_path / "b" / "config.json").read_text())
+        assert found.get("dtype") == wanted and {name: found[name] for name in text} == text
+
+
+def test_a_model_of_transformers_writes_the_dtype_that_it_has(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                                      vocab_size=32, dtype="bfloat16")  # fmt: skip
+    model = mx.quantize_(transformers.LlamaForCausalLM(config).to(torch.float16), "mxfp4-wo")
+    mx.checkpoints.save(model, tmp_path / "out", layout="compressed-tensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0)])
+@pytest.mark.parametrize(
+    ("layout", "format"), [*MATRICES, ("native", "mxfp4-wo"), ("torchao", "mxfp4-wo"), ("gguf", "mxfp4-wo")]
+)
+def test_matrices_without_values_stay_in_high_precision(layout, format, shape, tmp_path):
+    recipe, end = recipe_of(format), ".gguf" if layout == "gguf" else ""
+    made = quantize_as(torch.ones(shape), recipe)
+    mx.checkpoints.save({"a.weight": made, "b.weight": torch.ones(3, 3)}, tmp_path / f"a{end}", layout=layout)
+    after = mx.checkpoints.load(tmp_path / f"a{end}")["a.weight"]
+    assert (
+        after.shape == shape and after.dtype == torch.float32 and isinstance(after, mx.MXTensor) == (layout == "native")
+    )
+    mx.checkpoints.save(
+        {"a.weight": torch.ones(shape), "b.weight": torch.ones(128, 128)}, tmp_path / "b", layout="plain"
+    )
+    report = mx.checkpoints.convert(tmp_path / "b", tmp_path / f"c{end}", layout, format)
+    assert report.exact == ["a.weight"] and mx.checkpoints.load(tmp_path / f"c{end}")["a.weight"].shape == shape

@@ -138,7 +138,7 @@ WRONG = [
     (2, ("report", "SRC", "--format", "mxfp8", "--text", "a", "--inputs", "b"), "pass --text or --inputs, not both"),
     (2, ("eval", "SRC", "--text", "x.txt", "--device", "tpu9"), "'tpu9' is not a device"),
     (2, ("convert",), "required: SRC, -o/--output"),
-    (1, ("convert", "SRC", "-o", "DIR"), "exists; choose another destination, or pass --overwrite"),
+    (1, ("convert", "SRC", "-o", "DIR"), "<DIR> is inside the source <SRC>; choose another destination"),
     (1, ("convert", "SRC", "-o", "OUT.gguf"), "has the ending of the layout gguf, not of native; pass --layout gguf"),
     (1, ("convert", "SRC", "-o", "OUT", "--layout", "gguf"), "pass a name that ends in .gguf"),
     (
@@ -148,7 +148,7 @@ WRONG = [
     ),
     (1, ("convert", "SRC", "-o", "OUT", "--layout", "modelopt"), "pass --format, or the layout plain"),
     (1, ("quantize", "NONE", "-o", "OUT", "--format", "mxfp4"), "has no matrix of a layer, except for embeddings"),
-    (1, ("quantize", "SRC", "-o", "OUT", "--plan", "EMPTY"), "<EMPTY> is no plan that mx.Plan.save wrote: it has no "),
+    (1, ("quantize", "SRC", "-o", "OUT", "--plan", "EMPTY"), "<EMPTY> was not written by mx.Plan.save: it has no "),
     (1, ("quantize", "SRC", "-o", "OUT", "--plan", "SRC/a"), "No such file or directory: '<SRC/a>'"),
     (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--include-head"), "--include-head belongs to --format"),
     (1, ("eval", "SRC", "--text", "/none.txt"), "--text: /none.txt does not exist; pass a text file"),

@@ -202,6 +202,8 @@ def test_gguf_becomes_a_model_of_transformers_unless_it_has_codes(tmp_path, caps
     assert code == 0 and "keeps llama.cpp's names of tensors: transformers cannot read it" in err
     assert list(mx.checkpoints.load(tmp_path / "out")) == ["blk.0.attn_q.weight"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "codes.gguf", "out"]
+    code, _, err = run(capsys, "convert", tmp_path / "a.gguf", "-o", tmp_path, "--layout", "plain", "--overwrite")
+    assert code == 1 and "contains the source" in err and (tmp_path / "a.gguf").exists()
 
 
 @pytest.mark.skipif(mx.checkpoints.LAYOUTS["gguf"].write is None, reason="GGUF is only read")

@@ -60,12 +60,36 @@ def test_quantize_shows_the_canonical_name():
 @pytest.mark.parametrize("text", SEVERAL)
 @pytest.mark.parametrize("end", ["", "-wo", "_weight_only"])
 def test_other_names_raise_with_those_they_could_be(text, end):
-    with pytest.raises(ValueError, match=r"unknown format '.*; did you mean .*\?$") as error:
+    with pytest.raises(
+        ValueError, match=r"unknown format '.*; did you mean .*\? The formats are mxfp8_e4m3, "
+    ) as error:
         mx.quantize_(torch.nn.Linear(64, 64), text + end)
-    hint = str(error.value).rpartition("; did you mean")[2]
+    hint = str(error.value).partition("; did you mean")[2].partition("?")[0]
     assert all(repr(name) in hint for name in SEVERAL[text]), hint
     with pytest.raises(argparse.ArgumentTypeError, match="did you mean"):
         format_name(text)
+
+
+@pytest.mark.parametrize(("text", "name"), [("mxfp8-weight-only", "mxfp8"), ("NVFP4_wo", "nvfp4")])
+def test_the_name_of_a_recipe_is_no_format(text, name):
+    for call in (mx.get_format, mx.Cast.of, lambda text: mx.quantize(torch.ones(32, 32), text)):
+        with pytest.raises(ValueError, match=f"^'{text}' names a recipe of quantize_, .*; did you mean '{name}'"):
+            call(text)
+
+
+FIRST = [
+    (mx.checkpoints.get_layout, "compressed", "unknown layout 'compressed'; did you mean 'compressed-tensors'? T"),
+    (lambda name: mx.kernels(name).__enter__(), "dequan", "unknown product kernel 'dequan'; did you mean 'dequant'? T"),
+    (recipe_of, "mxfp8-weigth-only", "unknown format or config 'mxfp8-weigth-only'; did you mean 'mxfp8-weight-only'"),
+    (mx.get_format, "xyz", "unknown format 'xyz'; the formats are mxfp8_e4m3, "),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "message"), FIRST)
+def test_similar_names_come_first(call, name, message):
+    with pytest.raises(ValueError) as error:
+        call(name)
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(

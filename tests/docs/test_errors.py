@@ -32,14 +32,20 @@ NEVER_SEEN = {
     "cuBLASLt returned status {value}",
     "takes a stream and {value} addresses, got {value} values",
     # needs a model of transformers: tests/checkpoints/test_transformers_names.py
-    "convert: nothing was quantized: readers of the layout {value} split, join, transpose or share the {value} matrices "
-    "of {value}, such as {value}, before they look for codes; choose another layout, such as native",
+    "convert: nothing was quantized: readers of the layout {value} split, join, transpose or share the {value} "
+    "matrices of {value}, such as {value}, before they look for codes; choose another layout, such as native",
     # need a folder that exists, and an error of a layer: tests/calibration/test_calibrate.py
     "calibrate: {value} has the state of a calibration with other {value}; pass another folder, or remove it",
     "calibrate: {value}: {value}",
+    # need torchao: tests/core/test_peer_names.py
+    "{value} is quantized already, by {value} ({value}); pass the original values, or those of its dequantize()",
+    "cannot quantize by {value}{value}",
+    # need a working directory, and a folder that is filled meanwhile: tests/checkpoints/test_destination.py
+    "{value} is the working directory or a mount point, which cannot be replaced; pass an empty folder or a new one",
+    "{value} was empty, and holds {value} now; choose another destination",
     # need a file, a checkpoint, a model that returns no tensor: tests/convert/test_plan.py, tests/checkpoints,
     # tests/calibration/test_planner.py
-    "{value} is no plan that mx.Plan.save wrote: {value}; make one by mx.plan or `mxtensor plan`",
+    "{value} was not written by mx.Plan.save: {value}; make one by mx.plan or `mxtensor plan`",
     "it has no {value}",
     "version {value}, measure {value}",
     "a weight has a number of bytes and an error for each format",

@@ -431,7 +431,7 @@ IMPOSSIBLE = [
     (DelayedScaling, "fp8_mha", True, "leave it False"),
     (Float8BlockScaling, "x_block_scaling_dim", 3, "choose one of 1, 2"),
     (Float8BlockScaling, "w_block_scaling_dim", 0, "choose one of 1, 2"),
-    (CustomRecipe, "input", "mxfp9", "the formats are mxfp8_e4m3, "),
+    (CustomRecipe, "input", "mxfp9", "did you mean .*The formats are mxfp8_e4m3, "),
     (CustomRecipe, "weight", ["mxfp8"], "the formats are mxfp8_e4m3, "),
     (CustomRecipe, "grad", torch.int32, "the formats are mxfp8_e4m3, "),
 ]
