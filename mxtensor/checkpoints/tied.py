@@ -39,7 +39,7 @@ def usual_heads(config: Mapping[str, Any], quantized: Iterable[str], others: Ite
     it has an embedding and no head."""
     modules, rest = ([name.removesuffix(".weight") for name in names] for names in (quantized, others))
     tied = config.get("tie_word_embeddings", True) and any(is_skipped(module, LOOKUPS) for module in rest)
-    has_head = any(module.endswith(USUAL_HEADS) for module in (*modules, *rest))
+    has_head = any(is_skipped(module, USUAL_HEADS) for module in (*modules, *rest))
     return [f"{head}.weight" for head in USUAL_HEADS] if tied and not has_head else []
 
 

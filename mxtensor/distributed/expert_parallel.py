@@ -1,4 +1,4 @@
-"""ExpertParallel: each rank has some of the experts of a mixture, and tokens travel to them as codes and scales.
+"""ExpertParallel: each rank has some of the experts of a mixture, and gets their tokens as codes and scales.
 
     parallelize_module(model, mesh, {"model.layers.*.mlp.experts": mx.parallel.ExpertParallel()})
 
@@ -129,7 +129,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 class ExpertParallel(ParallelStyle):
-    """Each rank of a mesh has ``experts / ranks`` of the experts of a module; tokens travel between ranks.
+    """Each rank of a mesh has ``experts / ranks`` of the experts of a module; ranks send each other tokens.
 
     For modules whose parameters are stacks (experts, ., .) or (experts, .), and whose forward pass takes either
     (tokens, indices of experts, weights), as the experts of transformers' models do, or (rows sorted by expert, number

@@ -139,10 +139,10 @@ class MXQuantizer(HfQuantizer):
             targets = one.target_patterns
             if isinstance(one, WeightConverter) and len(one.source_patterns) == 1 and len(targets) > 1:
                 end = "" if targets[0].endswith("weight") else ".weight"  # it may be for the bias, too
-                (source,), parts = patterns_of(one)
+                (source,), pieces = patterns_of(one)
                 yield one.copy(
                     [f"{source}{re.escape(end)}{side}" for side in SIDES],
-                    [f"{part}{end}" for part in parts],
+                    [f"{piece}{end}" for piece in pieces],
                     operations=[Deserialize(self), *one.operations, Freeze()],
                 )
 
