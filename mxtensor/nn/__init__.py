@@ -9,6 +9,7 @@ from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .norm import LayerNorm, RMSNorm
 from .padding import Fp8Padding, Fp8Unpadding
 from .permutation import (
     moe_permute,
@@ -26,10 +27,12 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "apply_rotary_pos_emb",

@@ -16,6 +16,7 @@ from ..te.quantizers import quantizers_of
 from .fp8_meta import Fp8Meta
 from .parameters import ParameterModule
 from .product_state import ProductState
+from .te_extra_state import product_states
 
 EXTRA_STATE = "_extra_state"
 """torch's key for the extra state of a module."""
@@ -100,9 +101,13 @@ class StatefulModule(ParameterModule):
         }
         return saved or None
 
-    def set_extra_state(self, state: dict[str, Tensor] | None) -> None:
-        """Store the delayed states of a checkpoint for the next forward pass."""
-        for key, value in (state or {}).items():
+    def set_extra_state(self, state: dict[str, Tensor] | Tensor | None) -> None:
+        """Store the delayed states of a checkpoint, also of TransformerEngine, for the next forward pass.
+
+        Raises ValueError for a state of another module."""
+        if state is None:
+            return
+        for key, value in (state if isinstance(state, dict) else product_states(self.label, state)).items():
             index, _, name = key.partition(".")
             if not re.fullmatch(r"[0-9]{1,3}", index) or not isinstance(value, Tensor):
                 raise ValueError(

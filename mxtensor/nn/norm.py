@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.arguments import DEVICE, POSITIVE, Kind, check, checked, instance, is_integers, optional
 from .arguments import one_of
 from .base import QuantizedModule, cast_bias
+from .te_extra_state import drops_extra_state
 from .tensor_parallel import WHOLE, Parallel
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+DTYPE = instance(torch.dtype, "a torch.dtype")
+SIZES = Kind(
+    "an integer of 1 or more, or a sequence of them",
+    lambda sizes: isinstance(sizes, Sequence) and is_integers(sizes),
+    lambda sizes: len(sizes) > 0 and min(sizes) > 0,
+)
 
 
 def check_normalization(owner: str, normalization: str) -> None:
@@ -58,23 +67,79 @@ class NormBase(QuantizedModule):
 
 
 class Norm(nn.Module):
-    """A norm as a module: ``weight`` (H,) and, for LayerNorm, ``bias`` (H,)."""
+    """A norm as a module: ``weight`` (H,), or of the given shape, and for LayerNorm a ``bias`` like it."""
 
     bias: nn.Parameter | None
 
     def __init__(
-        self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, device: Any,
+        self, size: int | Sequence[int], eps: float, normalization: str, zero_centered_gamma: bool, device: Any,
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__()
+        size = (size,) if isinstance(size, int) else tuple(size)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        self.weight = nn.Parameter(torch.full((size,), 0.0 if zero_centered_gamma else 1.0, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.full(size, 0.0 if zero_centered_gamma else 1.0, device=device, dtype=dtype))
         has_bias = normalization == "LayerNorm"
         self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) if has_bias else None
+        drops_extra_state(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) normalized, in its dtype."""
         return normalized(x, self.weight, self.bias, self.eps, self.normalization, self.zero_centered_gamma)
+
+
+class _Shaped(Norm):
+    """``x`` (..., *normalized_shape) normalized over these dimensions, with TransformerEngine's arguments.
+
+    ``zero_centered_gamma``: the norm multiplies by ``1 + weight``, which starts at zero. ``sequence_parallel``: the
+    value of this attribute of the parameters, for Megatron. ``params_dtype`` and ``dtype`` are the same.
+
+    Raises ValueError for sizes below 1 and for two dtypes.
+    """
+
+    kind = ""
+
+    @checked(eps=POSITIVE, device=optional(DEVICE), params_dtype=optional(DTYPE), dtype=optional(DTYPE))
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        check(name, "normalized_shape", shape, SIZES)
+        if None not in (params_dtype, dtype):
+            raise ValueError(f"{name}: params_dtype is {params_dtype} and dtype is {dtype}; give one of the two")
+        super().__init__(shape, eps, self.kind, zero_centered_gamma, device, params_dtype or dtype)
+        self.normalized_shape = tuple(shape)
+        for parameter in () if sequence_parallel is None else self.parameters():
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Let the norm multiply by one and add zero, in place: after ``to_empty()``, for example."""
+        self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Shaped):
+    __doc__ = _Shaped.__doc__
+    kind = "LayerNorm"
+
+
+class RMSNorm(_Shaped):
+    __doc__ = _Shaped.__doc__
+    kind = "RMSNorm"
 
 
 class L2Norm(nn.Module):
@@ -83,6 +148,7 @@ class L2Norm(nn.Module):
     def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
+        drops_extra_state(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalized, in its dtype."""
@@ -106,8 +172,8 @@ def normalized_heads(
 def normalized(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, normalization: str, zero_centered_gamma: bool
 ) -> Tensor:
-    """x (..., H) normalized over its last dimension, in its dtype."""
-    shape, dtype = (weight.shape[0],), x.dtype
+    """x (..., H) normalized over the dimensions of ``weight``, in its dtype."""
+    shape, dtype = tuple(weight.shape), x.dtype
     if zero_centered_gamma or weight.dtype is not dtype:
         # 1 + weight would lose bits in a 16-bit dtype, and torch's norms need one dtype.
         wide = torch.promote_types(dtype, torch.float32)
