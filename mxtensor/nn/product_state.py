@@ -57,13 +57,16 @@ class ProductState:
     # ---------------------------------------------------------------------------------------- delayed scaling
 
     def init_state(self, linear_recipe: LinearRecipe, device: torch.device) -> None:
-        """Create the delayed state that ``linear_recipe`` needs; the state of another recipe is dropped.
+        """Create the delayed state that ``linear_recipe`` needs, or continue that of another recipe of delayed scaling;
+        without delayed scaling it is dropped.
 
         Raises ValueError if the history of a checkpoint has another length than the recipe's.
         """
         if linear_recipe.delayed is None:
             self.delayed = None
-        elif self.delayed is None or self.delayed.linear_recipe != linear_recipe:
+        elif self.delayed is not None and self.delayed.linear_recipe != linear_recipe:
+            self.delayed = self.delayed.under(linear_recipe, device)
+        elif self.delayed is None:
             state = DelayedState(linear_recipe, device)
             if self.loaded is not None:
                 state.load_state_dict(self.loaded)

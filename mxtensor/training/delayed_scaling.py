@@ -101,6 +101,23 @@ class DelayedState:
         for name in DELAYED:
             setattr(self, name, state[name].detach().to(self.history.device, copy=True))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def under(self, linear_recipe: LinearRecipe, device: torch.device) -> DelayedState:
+        """The state that continues this one under another recipe of delayed scaling, as in TransformerEngine: with the
+        newest rows of the history that fit, and the present amax. A backward pass still to come records in both.
+        """
+        out = DelayedState(linear_recipe, device)
+        if self.history.is_meta or torch.device(device).type == "meta":
+            return out
+        rows = min(len(self.history), len(out.history))
+        out.history[:rows] = self.history[:rows]
+        out.record = self.record.to(device)
+        more = 2.0 ** (out.delayed.margin - self.delayed.margin)
+        started = (self.amax != self.maxima).to(device)
+        out.amax = torch.where(started, self.amax.to(device) * more, out.maxima)
+        return out
+
     def to(self, device: torch.device) -> DelayedState:
         """A copy on ``device``; a new state if this one has no values, on the meta device."""
         with torch.inference_mode(False):  # as in __init__

@@ -91,7 +91,7 @@ def _state_owner(weight: Tensor) -> tuple[Any, str]:
 
 
 def delayed_state(weight: Tensor, linear_recipe: LinearRecipe) -> DelayedState:
-    """The delayed-scaling state of the layer with this weight; a new one if its recipe has changed.
+    """The delayed-scaling state of the layer with this weight; it goes on in a new one if its recipe has changed.
 
     Raises RuntimeError if torch.compile would have to create one, and for a weight that is computed in each step, which
     cannot store a history.
@@ -116,7 +116,7 @@ def delayed_state(weight: Tensor, linear_recipe: LinearRecipe) -> DelayedState:
             "computed in each step; use a recipe without a history, such as Float8CurrentScaling()"
         )
     recompute.install()
-    state = DelayedState(linear_recipe, weight.device)
+    state = DelayedState(linear_recipe, weight.device) if state is None else state.under(linear_recipe, weight.device)
     loaded = parameter.__dict__.pop(LOADED + name.removeprefix(STATE), None)
     if loaded is not None:
         state.load_state_dict(loaded)
