@@ -6,44 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
-from .arguments import one_of
+from .activations import activation_of
 from .norm import NormBase, check_normalization
 from .product_state import WeightShards
 from .tensor_parallel import Init, Parallel, tracker_of
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _qgelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _srelu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "gelu": (_gelu, False),
-    "gelu_erf": (F.gelu, False),
-    "geglu": (_gelu, True),
-    "qgelu": (_qgelu, False),
-    "qgeglu": (_qgelu, True),
-    "relu": (F.relu, False),
-    "reglu": (F.relu, True),
-    "srelu": (_srelu, False),
-    "sreglu": (_srelu, True),
-    "silu": (F.silu, False),
-    "swiglu": (F.silu, True),
-    "glu": (torch.sigmoid, True),
-}
-"""Name -> (function, gated). A gated activation is function(first half) * second half."""
 
 
 class LayerNormMLP(NormBase):
@@ -53,8 +23,9 @@ class LayerNormMLP(NormBase):
     hidden_size), ``fc1_bias``, ``fc2_weight`` (hidden_size, ffn_hidden_size) and ``fc2_bias``.
 
     - ``activation``: gelu (tanh approximation), gelu_erf (exact, torch's default), qgelu, relu, srelu, silu, or gated:
-      geglu, qgeglu, reglu, sreglu, swiglu, glu. With a gated one fc1 has 2 * ffn_hidden_size rows, and the function of
-      the first half of its result is multiplied by the second half.
+      geglu, qgeglu, reglu, sreglu, swiglu, glu, clamped_swiglu. With a gated one fc1 has 2 * ffn_hidden_size rows, and
+      the function of the first half of its result is multiplied by the second half. ``activation_params``: ``limit``,
+      ``alpha`` and ``glu_linear_offset`` of clamped_swiglu, which is gpt-oss's.
     - ``init_method`` initializes fc1_weight, ``output_layer_init_method`` fc2_weight; without one, weight and bias
       start as in torch.nn.Linear.
     - ``return_bias``: return fc2_bias instead of adding it.
@@ -87,6 +58,7 @@ class LayerNormMLP(NormBase):
         bias: bool = True,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
         output_layer_init_method: Init | None = None,
         fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None,
@@ -103,13 +75,13 @@ class LayerNormMLP(NormBase):
         checkpoint: bool = False,
     ) -> None:
         check_normalization("LayerNormMLP", normalization)
-        one_of("LayerNormMLP: activation", activation, ACTIVATIONS)
+        function, gated = activation_of("LayerNormMLP", activation, activation_params)
         super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.checkpoint = checkpoint
-        self._function, self._gated = ACTIVATIONS[activation]
+        self.activation_params, self._function, self._gated = activation_params, function, gated
         modes = ("column", "row") if set_parallel_mode else (None, None)
         self.fc1, self.fc2 = (Parallel(self.label, tp_group, tp_size, mode, sequence_parallel) for mode in modes)
         self.fc1.part("ffn_hidden_size", ffn_hidden_size, "column")
@@ -135,11 +107,7 @@ class LayerNormMLP(NormBase):
         active = self.prepare(inp, weights)
         normed = self.norm(inp)
         inner = self.parallel_product(0, normed, weights[0], self.fc1_bias, active, is_first_microbatch, self.fc1)
-        if self._gated:
-            first, second = inner.chunk(2, -1)
-            inner = self._function(first) * second
-        else:
-            inner = self._function(inner)
+        inner = self._function(inner)
         added = None if self.return_bias else self.fc2_bias
         out = self.parallel_product(1, inner, weights[1], added, active, is_first_microbatch, self.fc2)
         return self.returned(out, self.fc2_bias, normed, self.fc1)

@@ -87,6 +87,7 @@ class TransformerLayer(nn.Module):
         rotary_pos_interleaved: bool = False,
         bias: bool = True,
         activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
@@ -161,6 +162,7 @@ class TransformerLayer(nn.Module):
             ffn_hidden_size,
             eps=layernorm_epsilon,
             activation=activation,
+            activation_params=activation_params,
             name=f"{title}.layernorm_mlp",
             **common,
         )

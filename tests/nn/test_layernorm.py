@@ -1,5 +1,6 @@
 """LayerNormLinear and LayerNormMLP: norms in high precision, every product against the reference."""
 
+import pickle
 import warnings
 
 import pytest
@@ -203,6 +204,34 @@ def test_glu_is_gated_by_a_sigmoid():
     module, x = LayerNormMLP(32, 48, activation="glu", bias=False), leaf(7, 32)
     first, second = F.linear(F.layer_norm(x, (32,)), module.fc1_weight).chunk(2, -1)
     assert torch.allclose(module(x), F.linear(first.sigmoid() * second, module.fc2_weight), atol=1e-6)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"limit": 1.5, "alpha": 2.0, "glu_linear_offset": 0.0}, {"limit": 2}])
+def test_clamped_swiglu_is_that_of_gpt_oss(params):
+    module = LayerNormMLP(32, 48, activation="clamped_swiglu", activation_params=params, bias=False)
+    nn.init.normal_(module.fc1_weight)  # most values are beyond the limits
+    x, given = leaf(7, 32), {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0} | (params or {})
+    x64 = x.detach().double().requires_grad_()
+    first, second = F.linear(F.layer_norm(x64, (32,)), module.fc1_weight.double()).chunk(2, -1)
+    first, second = first.clamp(max=given["limit"]), second.clamp(-given["limit"], given["limit"])
+    gate = first / (1 + torch.exp(-given["alpha"] * first))
+    exact = F.linear(gate * (second + given["glu_linear_offset"]), module.fc2_weight.double())
+    y, g = module(x), torch.randn(7, 32)
+    assert relative_error(y, exact) < 1e-5
+    leaves = x, module.fc1_weight
+    wanted = torch.autograd.grad(exact, (x64, module.fc1_weight), g.double())
+    for mine, theirs in zip(torch.autograd.grad(y, leaves, g), wanted, strict=True):
+        assert relative_error(mine, theirs) < 1e-4
+    copied = pickle.loads(pickle.dumps(module))
+    assert torch.equal(copied(x), y)
+
+
+def test_a_transformer_layer_passes_the_parameters_of_its_activation():
+    layer = mx.nn.TransformerLayer(32, 48, 4, activation="clamped_swiglu", activation_params={"limit": 1.0})
+    assert layer.layernorm_mlp.activation_params == {"limit": 1.0}
+    for activation, params in (("swiglu", {"limit": 1.0}), ("clamped_swiglu", {"gamma": 1.0})):
+        with pytest.raises(ValueError, match=r"activation_params has '.*clamped_swiglu takes limit, alpha, glu"):
+            LayerNormMLP(32, 48, activation=activation, activation_params=params)
 
 
 def test_parameters_of_the_mlp():
