@@ -81,41 +81,50 @@ class Recipe(KnownFields):
     _kinds: ClassVar[frozenset[str]] = frozenset()
     """The questions below that this class answers with yes."""
 
-    def nvfp4(self) -> bool:
+    @classmethod
+    def nvfp4(cls) -> bool:
         """Whether this is an NVFP4 recipe."""
-        return "nvfp4" in self._kinds
+        return "nvfp4" in cls._kinds
 
-    def mxfp8(self) -> bool:
+    @classmethod
+    def mxfp8(cls) -> bool:
         """Whether this is an MXFP8 recipe."""
-        return "mxfp8" in self._kinds
+        return "mxfp8" in cls._kinds
 
-    def delayed(self) -> bool:
+    @classmethod
+    def delayed(cls) -> bool:
         """Whether scales come from earlier steps."""
-        return "delayed" in self._kinds
+        return "delayed" in cls._kinds
 
-    def float8_current_scaling(self) -> bool:
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
         """Whether this is float8 with one scale per tensor, computed from the tensor itself."""
-        return "float8_current_scaling" in self._kinds
+        return "float8_current_scaling" in cls._kinds
 
-    def float8_per_tensor_scaling(self) -> bool:
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
         """Whether this is float8 with one scale per tensor."""
-        return self.delayed() or self.float8_current_scaling()
+        return cls.delayed() or cls.float8_current_scaling()
 
-    def float8_block_scaling(self) -> bool:
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
         """Whether this is float8 with one float32 scale per 128 values or per 128x128 tile."""
-        return "float8_block_scaling" in self._kinds
+        return "float8_block_scaling" in cls._kinds
 
-    def fp8(self) -> bool:
+    @classmethod
+    def fp8(cls) -> bool:
         """Whether this is a float8 recipe without MX blocks."""
-        return self.float8_per_tensor_scaling() or self.float8_block_scaling()
+        return cls.float8_per_tensor_scaling() or cls.float8_block_scaling()
 
-    def block_scaling(self) -> bool:
+    @classmethod
+    def block_scaling(cls) -> bool:
         """Whether blocks, and not whole tensors, share a scale."""
-        return "block_scaling" in self._kinds
+        return "block_scaling" in cls._kinds
 
-    def custom(self) -> bool:
+    @classmethod
+    def custom(cls) -> bool:
         """Whether this is a CustomRecipe."""
-        return "custom" in self._kinds
+        return "custom" in cls._kinds
 
     _shown: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(field, label) of the fields that ``repr`` always shows."""

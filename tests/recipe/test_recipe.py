@@ -75,6 +75,7 @@ def test_the_questions_of_each_recipe():
         "float8_block_scaling", "custom",
     )  # fmt: skip
     rows = [f"{r.__name__}: {' '.join(q for q in questions if getattr(r(), q)())}" for r in KNOWN]
+    assert all(getattr(r, q)() is getattr(r(), q)() for q in questions for r in KNOWN)  # TransformerEngine asks classes
     assert_expected_inline(
         "\n".join(rows),
         """\
