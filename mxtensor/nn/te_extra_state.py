@@ -77,8 +77,8 @@ def product_states(label: str, data: Any) -> dict[str, Tensor]:
     if isinstance(data, Tensor) and data.dtype is torch.uint8 and data.numel() == 0:
         return {}
     try:
-        state = _Unpickler(io.BytesIO(data.detach().cpu().numpy().tobytes())).load()
-        found = dict(zip(NAMES, (state.get(name) for name in NAMES), strict=True))
+        state: dict[str, Any] = _Unpickler(io.BytesIO(data.detach().cpu().numpy().tobytes())).load() or {}
+        found: dict[str, Any] = {name: state.get(name) for name in NAMES}
         if not any(isinstance(value, Tensor) for value in found.values()):
             return {}
         return _converted(_recipe(state.get("recipe")), *(found[name].to(torch.float32) for name in NAMES))
@@ -96,7 +96,7 @@ def _recipe(recipe: Any) -> _Recipe:
         return _Recipe()
     (maxima,) = recipe.fields["fp8_format"].given
     forward, backward = maxima.given
-    return _Recipe(float(forward), float(backward), float(recipe.fields["margin"]))
+    return _Recipe(float(forward), float(backward), float(recipe.fields.get("margin", 0)))
 
 
 def _converted(

@@ -145,6 +145,9 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_without_histories_has_none(monkeypatch, name):
     assert product_states("Linear", as_bytes(monkeypatch, STATES[name]) if STATES[name] else EMPTY) == {}
+    for state in (None, {}, {"extra_fp8_variables": {}}):
+        data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+        assert product_states("Linear", data) == {}
 
 
 def test_modules_without_a_state_here_load_theirs():
