@@ -83,6 +83,13 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) if has_bias else None
         drops_extra_state(self)
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Let the norm multiply by one and add zero, in place: after ``to_empty()``, for example."""
+        self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            self.bias.zero_()
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) normalized, in its dtype."""
         return normalized(x, self.weight, self.bias, self.eps, self.normalization, self.zero_centered_gamma)
@@ -120,13 +127,6 @@ class _Shaped(Norm):
         self.normalized_shape = tuple(shape)
         for parameter in () if sequence_parallel is None else self.parameters():
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Let the norm multiply by one and add zero, in place: after ``to_empty()``, for example."""
-        self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-        if self.bias is not None:
-            self.bias.zero_()
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -96,17 +96,20 @@ ROTATED = Kind(
 )
 
 
-def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False) -> Tensor:
+def apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False, fused: bool = False
+) -> Tensor:
     """``t`` (s, b, h, d), or (b, s, h, d) for ``bshd``, with its first ``freqs.shape[-1]`` channels rotated.
 
     ``freqs`` (s or more, 1, 1, d or fewer): angles from ``RotaryPositionEmbedding`` with the same ``interleaved``.
-    Computed in float32 (float64 for float64) and rounded once to the dtype of ``t``. Raises ValueError for an unknown
-    format, and for angles of too few positions or too many channels.
+    Computed in float32 (float64 for float64) and rounded once to the dtype of ``t``. ``fused`` has no effect. Raises
+    ValueError for an unknown format, and for angles of too few positions or too many channels.
     """
     one_of("apply_rotary_pos_emb: tensor_format", tensor_format, FORMATS)
     check("apply_rotary_pos_emb", "t", t, ROTATED)
     check("apply_rotary_pos_emb", "freqs", freqs, ROTATED)
     check("apply_rotary_pos_emb", "interleaved", interleaved, FLAG)
+    check("apply_rotary_pos_emb", "fused", fused, FLAG)
     if t.device != freqs.device:
         raise ValueError(f"apply_rotary_pos_emb: t is on {t.device}, freqs on {freqs.device}; move one with .to()")
     length, channels = t.shape[tensor_format.index("s")], freqs.shape[-1]

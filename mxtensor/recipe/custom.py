@@ -38,7 +38,8 @@ class CustomRecipe(BackwardOptions):
     high precision.
 
     ``qfactory``: TransformerEngine's argument, a function of a ``QuantizerRole``. It is called once for each of the
-    three tensors and returns a quantizer, any of the above, or None; their casts replace the other fields.
+    three tensors and returns a quantizer, any of the above, or None, but not None for all; their casts replace the
+    other fields.
     """
 
     input: CastLike = "mxfp8_e4m3"
@@ -50,7 +51,13 @@ class CustomRecipe(BackwardOptions):
 
     def _linear_recipe(self) -> LinearRecipe:
         if self.qfactory is not None:
-            return self.with_options(self._made("input"), self._made("weight"), self._made("grad_output"))
+            input, weight, grad = (self._made(tensor) for tensor in ("input", "weight", "grad_output"))
+            if not any(casts.rowwise or casts.columnwise for casts in (input, weight, grad)):
+                raise ValueError(
+                    "CustomRecipe: qfactory returned None for input, weight and grad_output, so that nothing would be "
+                    "quantized; compare the tensor_type of its QuantizerRole with these names"
+                )
+            return self.with_options(input, weight, grad)
         return self.with_options(
             parse_field(self, "input", TensorCasts.of),
             parse_field(self, "weight", TensorCasts.of),

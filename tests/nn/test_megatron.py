@@ -168,6 +168,8 @@ def test_a_factory_of_quantizers_gives_the_recipe_that_their_casts_are():
     )
     for kind in (mx.MXFP8Quantizer, lambda: mx.Float8CurrentScalingQuantizer(mx.DType.kFloat8E4M3)):
         assert CustomRecipe(qfactory=lambda tensor, kind=kind: kind()).linear_recipe().input.rowwise == kind().cast
+    with pytest.raises(ValueError, match=r"returned None for input, weight and grad_output"):
+        CustomRecipe(qfactory=lambda which: mx.MXFP8Quantizer() if which == "linear_input" else None)
     with pytest.raises(ValueError, match="CustomRecipe: qfactory: "):
         CustomRecipe(qfactory=lambda tensor: 3).linear_recipe()
     stateful = mx.Float8Quantizer(torch.ones(1), torch.ones(1), mx.DType.kFloat8E4M3)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mxtensor.nn import LayerNorm, RMSNorm
+from mxtensor.nn import LayerNorm, RMSNorm, TransformerLayer
 
 
 def expected(kind, x, weight, bias, dims):
@@ -57,3 +57,18 @@ def test_state_dicts_of_torch_and_of_transformer_engine_load(kind, torchs):
 def test_megatron_reads_an_attribute():
     assert all(p.sequence_parallel is True for p in LayerNorm(8, sequence_parallel=True).parameters())
     assert not hasattr(RMSNorm(8).weight, "sequence_parallel")
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_inside_a_layer_are_initialized_after_to_empty(kind):
+    layer = TransformerLayer(
+        32, 64, 4, output_layernorm=True, qk_norm_type=kind, normalization=kind, zero_centered_gamma=True, device="meta"
+    )
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    for module in layer.modules():
+        if callable(getattr(module, "reset_parameters", None)):
+            module.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+    assert not layer.layernorm.weight.any() and layer.self_attention.q_norm.weight.eq(1).all()
