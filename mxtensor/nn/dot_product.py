@@ -7,6 +7,7 @@ scaled_dot_product_attention computes both products.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class DotProductAttention(nn.Module):
     - ``attn_mask_type``: one of ``MASKS``. The diagonal of ``causal`` and ``padding_causal`` starts at the top left,
       that of the other types ends at the bottom right.
     - ``window_size`` (left, right): the number of keys that a query sees on each side of the diagonal, -1 for all.
+      (-1, 0) belongs to the causal types, as in TransformerEngine: with others it is (-1, -1), and warns.
     - ``attention_dropout`` is active in training only; ``get_rng_state_tracker`` gives each rank its own.
     - ``tp_group`` or ``tp_size``: this rank has its part of the heads, whose numbers are those of all ranks.
 
@@ -188,7 +190,16 @@ class DotProductAttention(nn.Module):
         )
         check(name, "window_size", window_size, WINDOW)
         check(name, "checkpoint_core_attention", checkpoint_core_attention, FLAG)
-        window = window_size or self.window_size or (-1, -1)
+        window = tuple(window_size or self.window_size or (-1, -1))
+        if window == (-1, 0) and not MASKS[mask_type].causal:
+            if not torch.compiler.is_compiling():
+                warnings.warn(
+                    f"{name}: window_size=(-1, 0) is no limit with attn_mask_type={mask_type!r}, as in "
+                    "TransformerEngine; choose a causal type to hide the keys after the query",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            window = (-1, -1)
         self._check(query_layer, key_layer, value_layer, form)
         q, k, v = (t.permute(FORMATS[form]) for t in (query_layer, key_layer, value_layer))
         causal, seen = visible(mask_type, window, attention_mask, (*q.shape[:3], k.shape[2]), q.device)

@@ -110,9 +110,23 @@ def test_a_call_may_override_mask_and_window():
     q, k, v = draw(6, 2, 2, 8), draw(6, 2, 2, 8), draw(6, 2, 2, 8)
     causal, free = DotProductAttention(2, 8), DotProductAttention(2, 8, attn_mask_type="no_mask")
     assert torch.equal(causal(q, k, v, attn_mask_type="no_mask"), free(q, k, v))
-    assert torch.equal(free(q, k, v, window_size=(-1, 0)), causal(q, k, v))
+    torch.testing.assert_close(free(q, k, v, window_size=(5, 0)), causal(q, k, v), rtol=1e-12, atol=1e-12)
     windowed = DotProductAttention(2, 8, attn_mask_type="no_mask", window_size=(1, 1))
     assert torch.equal(windowed(q, k, v, window_size=(-1, -1)), free(q, k, v))
+
+
+@pytest.mark.parametrize("mask_type", [name for name, row in MASKS.items() if not row.causal])
+@pytest.mark.parametrize("window", [(-1, 0), [-1, 0]], ids=["tuple", "list"])
+def test_the_window_of_causal_masks_is_no_limit_with_others(mask_type, window):
+    """A layer for causal masks, with TransformerEngine's window for them, that a call gives another mask."""
+    q, k, v = draw(6, 2, 2, 8), draw(6, 2, 2, 8), draw(6, 2, 2, 8)
+    mask = torch.zeros(2, 1, 6 if mask_type == "arbitrary" else 1, 6, dtype=torch.bool)
+    mask[1, ..., 4:] = True
+    causal = DotProductAttention(2, 8, window_size=window)
+    assert torch.equal(causal(q, k, v), DotProductAttention(2, 8)(q, k, v))
+    with pytest.warns(UserWarning, match=r"window_size=\(-1, 0\) is no limit with attn_mask_type='"):
+        y = causal(q, k, v, mask, attn_mask_type=mask_type)
+    assert torch.equal(y, DotProductAttention(2, 8, attn_mask_type=mask_type)(q, k, v, mask))
 
 
 def test_queries_that_see_nothing_give_zeros_and_finite_gradients():
