@@ -190,8 +190,8 @@ class DotProductAttention(nn.Module):
         )
         check(name, "window_size", window_size, WINDOW)
         check(name, "checkpoint_core_attention", checkpoint_core_attention, FLAG)
-        window = tuple(window_size or self.window_size or (-1, -1))
-        if window == (-1, 0) and not MASKS[mask_type].causal:
+        left, right = window_size or self.window_size or (-1, -1)
+        if (left, right) == (-1, 0) and not MASKS[mask_type].causal:
             if not torch.compiler.is_compiling():
                 warnings.warn(
                     f"{name}: window_size=(-1, 0) is no limit with attn_mask_type={mask_type!r}, as in "
@@ -199,10 +199,10 @@ class DotProductAttention(nn.Module):
                     UserWarning,
                     stacklevel=2,
                 )
-            window = (-1, -1)
+            right = -1
         self._check(query_layer, key_layer, value_layer, form)
         q, k, v = (t.permute(FORMATS[form]) for t in (query_layer, key_layer, value_layer))
-        causal, seen = visible(mask_type, window, attention_mask, (*q.shape[:3], k.shape[2]), q.device)
+        causal, seen = visible(mask_type, (left, right), attention_mask, (*q.shape[:3], k.shape[2]), q.device)
         if checkpoint_core_attention:
             with disable_torch_function():  # no rule of autocast is needed, and none would survive compilation
                 y = checkpoint(self._core, q, k, v, seen, causal, use_reentrant=False)

@@ -15,7 +15,7 @@ from ..recipe.linear_recipe import LinearRecipe
 from ..te.quantizers import quantizers_of
 from .fp8_meta import Fp8Meta
 from .parameters import ParameterModule
-from .product_state import ProductState
+from .product_state import ProductState, share_loaded
 from .te_extra_state import product_states
 
 EXTRA_STATE = "_extra_state"
@@ -62,6 +62,7 @@ class StatefulModule(ParameterModule):
         """Make the quantizers and delayed states that the recipe needs, if they are not the present ones."""
         self._last_pass = recipe, group, products
         states = [self._state(index) for index in range(products)]
+        share_loaded(self._products, products)
         for state in states:
             state.init_state(linear_recipe, device)
         before, now = self._made_for, (type(recipe).__name__, linear_recipe, device, [s.delayed for s in states])

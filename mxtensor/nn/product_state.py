@@ -147,6 +147,23 @@ class ProductState:
         return self.__dict__ | {"_cached_weight": None, "_pending": []}
 
 
+def share_loaded(states: Sequence[ProductState], products: int) -> None:
+    """Give ``products`` products the delayed states of a checkpoint that has another number of them.
+
+    A weight that consists of several parameters is one product, or one for each parameter if they are quantized: each
+    gets the largest amaxes of all.
+    """
+    found = [state.loaded for state in states if state.loaded is not None]
+    if len(found) in (0, products):
+        return
+    merged = {}
+    for name, value in found[0].items():
+        values = [loaded[name] for loaded in found if name in loaded and loaded[name].shape == value.shape]
+        merged[name] = torch.stack(values).amax(0)
+    for index, state in enumerate(states):
+        state.loaded = dict(merged) if index < products else None
+
+
 def accumulate(shards: WeightShards, dw: Tensor, fused: bool) -> None:
     """Add the gradient (N, K) to ``main_grad`` or ``grad`` of the parameters whose rows make up the weight."""
     for shard, rows in zip(shards, dw.split([shard.shape[0] for shard in shards]), strict=True):

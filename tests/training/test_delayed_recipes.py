@@ -82,3 +82,29 @@ def test_a_layer_that_has_not_run_starts_with_scale_1(kind):
             with mx.autocast(recipe=recipe):
                 layer(torch.randn(20, 64))
     assert torch.equal(state_of(layer).scale, torch.ones(3))
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["to quantized weights", "to plain weights"])
+def test_a_split_weight_takes_the_state_of_another_number_of_products(quantized):
+    """Plain parameters are one product, quantized ones are three."""
+
+    def make(enabled):
+        with mx.quantized_model_init(enabled=enabled, recipe=RECIPE):
+            return mx.nn.Linear(64, 96, bias=False, parameters_split=("query", "key", "value"))
+
+    layer, other, x = make(quantized), make(not quantized), SIZE * torch.randn(20, 64)
+    for _ in range(2):
+        with mx.autocast(recipe=RECIPE):
+            y = layer(x)
+        y.backward(SIZE * torch.randn(20, 96))
+    assert len(layer._products) == (3 if quantized else 1)
+    state = {key: v.dequantize() if isinstance(v, mx.MXTensor) else v for key, v in layer.state_dict().items()}
+    assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
+    with mx.autocast(recipe=RECIPE), torch.no_grad():
+        ours, theirs = other(x), layer(x)
+    for mine, wanted in zip(ours.chunk(3, -1), theirs.chunk(3, -1), strict=True):
+        assert relative_error(mine, wanted) < 0.06
+    amaxes = [product.delayed.amax[[0, 2]] for product in other._products if product.delayed is not None]
+    assert len(amaxes) == (1 if quantized else 3)
+    largest = torch.stack([product.delayed.amax for product in layer._products]).amax(0)
+    assert all(torch.equal(amax, largest[[0, 2]]) for amax in amaxes)
