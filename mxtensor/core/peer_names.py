@@ -30,7 +30,7 @@ MODULE = {
     "get_cpu_offload_context": "torch.autograd.graph.save_on_cpu()",
     "parallel_cross_entropy": "torch.distributed.tensor.parallel.loss_parallel()",
     "prepare_for_saving": "tensor.components", "restore_from_saved": "mx.MXTensor.from_components",
-    "LayerNorm": "torch.nn.LayerNorm", "RMSNorm": "torch.nn.RMSNorm", "InferenceParams": "mx.KVCache, in transformers",
+    "InferenceParams": "mx.KVCache, in transformers",
     # torchao
     "ModuleFqnToConfig": "mx.FqnToConfig", "AOPerModuleConfig": "mx.FqnToConfig",
     "convert_to_float8_training": "mx.quantize_(model, mx.Float8LinearConfig())",
@@ -59,8 +59,8 @@ MODULE = {
 }  # fmt: skip
 MODULE |= {
     name: f"mx.nn.{name}" for name in (
-        "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNormLinear", "LayerNormMLP",
-        "Linear", "MultiheadAttention", "RotaryPositionEmbedding", "TransformerLayer", "apply_rotary_pos_emb",
+        "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear",
+        "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "apply_rotary_pos_emb",
         "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index",
         "moe_sort_chunks_by_index_with_probs", "moe_unpermute",
     )
