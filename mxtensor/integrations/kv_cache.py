@@ -51,7 +51,7 @@ class KVCacheLayer(CacheLayerMixin):
         """Store new tokens and return all of them. Raises ValueError for other sizes than before."""
         if torch.compiler.is_dynamo_compiling():
             return _update_between_graphs(self, key_states, value_states)  # type: ignore[no-any-return]
-        if not self.is_initialized:
+        if not self.get_seq_length():
             self.lazy_initialization(key_states, value_states)
         check_same_tokens(key_states, value_states)
         self._keys.append(key_states.detach())
@@ -178,11 +178,46 @@ class KVCache(Cache):
         if config is None:
             super().__init__(layer_class_to_replicate=make)
         else:
-            super().__init__(layers=[make() if full else layer for layer, full in _layers(config, max_cache_len)])
+            kinds = _layers(config, max_cache_len if static else None)
+            super().__init__(layers=[make() if full else layer for layer, full in kinds])
         self.format = cast.format
+        self._forget_order()
 
     def __repr__(self) -> str:
         return f"KVCache(format={self.format}, tokens={int(self.get_seq_length())}, layers={len(self.layers)})"
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new tokens of a layer and return all of them.
+
+        Raises ValueError if a layer gets tokens twice in a row: those of an encoder belong in another cache.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        repeated = layer_idx if layer_idx == self._last else self._repeated
+        if repeated is not None and (self._filled | {layer_idx}) - {repeated}:
+            raise ValueError(
+                f"KVCache: layer {repeated} got tokens twice in one call of the model; for an encoder and a decoder pass "
+                "EncoderDecoderCache(mx.KVCache(), mx.KVCache()); after a call that failed, call reset()"
+            )
+        shown = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._last, self._repeated = layer_idx, repeated
+        self._filled.add(layer_idx)
+        return shown  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        self._last: int | None = None
+        """The layer that got tokens last."""
+        self._repeated: int | None = None
+        """A layer that got tokens twice in a row."""
+        self._filled: set[int] = set()
+        """All layers that got tokens."""
 
     @property
     def nbytes(self) -> int:

@@ -21,11 +21,21 @@ from ..kernels.quantize.select import dequantize_operand
 from ..kernels.quantize.triton_ops import cast_arguments
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
-from .kv_storage import FIRST, check_format, check_length, check_same_tokens, check_sizes, check_states, global_scale_of
-from .kv_tensor import CachedTokens
+from .kv_storage import (
+    FIRST,
+    Pickled,
+    check_format,
+    check_length,
+    check_same_tokens,
+    check_sizes,
+    check_states,
+    global_scale_of,
+    same_sizes,
+)
+from .kv_tensor import CachedTokens, first_of
 
 
-class StaticStorage:
+class StaticStorage(Pickled):
     """Keys or values of one layer, (batch, heads, limit, head size). ``centered``: as in KVStorage."""
 
     def __init__(self, cast: Cast, limit: int, centered: bool, like: Tensor) -> None:
@@ -73,11 +83,12 @@ class StaticStorage:
             as_bytes = memory.view(torch.uint8) if memory.element_size() == 1 else memory
             as_bytes.index_copy_(2, row, new.view(as_bytes.dtype))
 
-    def tokens(self) -> Tokens:
-        """All places, without ``center``: a view."""
+    def tokens(self, filled: Tensor | None = None) -> Tokens:
+        """All places, without ``center``: a view. ``filled``: how many have a token; None: all."""
         data, scale = (t[:, :, 1:] for t in self.codes.tensors)
         shape = (*self.first.shape[:2], self.limit - self.exact, self.first.shape[-1])
-        return Tokens(self.first[:, :, : self.exact], Operand(data, scale, self.global_scale, self.cast.format, shape))
+        codes = Operand(data, scale, self.global_scale, self.cast.format, shape)
+        return Tokens(self.first[:, :, : self.exact], codes, filled)
 
     def clear(self) -> None:
         """Forget all tokens; the memory stays."""
@@ -89,6 +100,7 @@ class StaticStorage:
         for memory in (self.first, self.center, *self.codes.tensors):
             memory.copy_(fn(memory))
 
+    @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> None:
         """Move all tensors."""
         self.first, self.center, self.codes = (
@@ -133,6 +145,9 @@ class TracedTokens:
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, tuple) and len(index) == 5 and index[2] is None and self.repeats == 1 and not self.grouped:
             return self._with(1, True)
+        count = None if self.grouped else first_of(index, self.tokens.shape[2])
+        if count is not None:
+            return TracedTokens(self.tokens.up_to(count), self.center, self.dtype, self.repeats)
         return self.dequantize()[index]
 
     def expand(self, *size: int) -> Any:
@@ -175,7 +190,8 @@ def _attention(
     if not (enable_gqa or query.shape[1] == key.shape[1]):
         return None
     multiplier = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return traced_attention(query, key.tokens, value.tokens, AttentionArgs(multiplier, attn_mask, is_causal))
+    args = AttentionArgs(multiplier, key.tokens.mask(attn_mask, is_causal), is_causal)
+    return traced_attention(query, key.tokens, value.tokens, args)
 
 
 class StaticKVLayer(CacheLayerMixin):
@@ -191,11 +207,15 @@ class StaticKVLayer(CacheLayerMixin):
     def __init__(self, cast: Cast, max_cache_len: int) -> None:
         self.cast, self.max_cache_len = cast, max_cache_len
         self.is_initialized = self.started = False
-        self.length = torch.tensor(0)
+        with torch.inference_mode(False):
+            self.length = torch.tensor(0)
         """Tokens in the cache: a tensor, so that a step is compiled once."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate memory for states like these."""
+        if torch.is_inference_mode_enabled() and not torch.compiler.is_dynamo_compiling():
+            with torch.inference_mode(False):  # memory of inference mode cannot be written outside of it
+                return self.lazy_initialization(key_states, value_states)
         values = key_states if value_states is None else value_states
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self._keys = StaticStorage(self.cast, self.max_cache_len, True, key_states)
@@ -218,7 +238,7 @@ class StaticKVLayer(CacheLayerMixin):
             self._check(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if not self.started:
+        if not self.started and key_states.shape[2]:
             self._keys.start(key_states)
             self._values.start(value_states)
             self.started = True
@@ -231,13 +251,17 @@ class StaticKVLayer(CacheLayerMixin):
 
     def _shown(self, side: StaticStorage) -> Any:
         kind = TracedTokens if torch.compiler.is_dynamo_compiling() else CachedTokens
-        return kind(side.tokens(), side.center if side.centered else None, self.dtype)
+        return kind(side.tokens(self.length), side.center if side.centered else None, self.dtype)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         """A compiled graph has no values to check: there torch's own check of an index raises."""
         check_same_tokens(keys, values)
-        for side, x in zip(self._sides(), (keys, values), strict=False):  # no side before the first token
-            check_sizes(x, side.first)
+        sides = list(zip(self._sides(), (keys, values), strict=False))  # no side before the first token
+        if not self.started and not all(same_sizes(x, side.first) for side, x in sides):
+            self.is_initialized = False  # after reset(), or too early an initialization
+        elif self.started:
+            for side, x in sides:
+                check_sizes(x, side.first)
         check_length(keys.shape[2] + int(self.length), self.max_cache_len)
 
     @property
@@ -281,6 +305,7 @@ class StaticKVLayer(CacheLayerMixin):
         length = self.length
         length.copy_(length + tokens_to_remove if tokens_to_remove <= 0 else length.clamp(max=tokens_to_remove))
         length.clamp_(min=0)
+        self.started = bool(length)  # with no token left, the next ones choose the mean and the global scale
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence ``beam_idx[i]`` was."""

@@ -2,13 +2,15 @@
 
 The first tokens stay as they are, because all later ones attend to them most (StreamingLLM calls them sinks). Each
 token after them is quantized once, when it comes, in blocks along the head. Memory grows by a 128th at a time: codes
-are copied once for every 128 tokens that a step reads, and at most 0.8 % of the memory is not used yet.
+are copied once for every 128 tokens that a step reads, and at most 0.8 % of the memory is not used yet. Memory is never
+that of ``torch.inference_mode``, which could not be written outside of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +48,11 @@ def check_same_tokens(keys: Tensor, values: Tensor) -> None:
             f"KVCache: keys {tuple(keys.shape)} and values {tuple(values.shape)} are of different "
             "tokens; pass one of each for every token and head"
         )
+
+
+def same_sizes(x: Tensor, first: Tensor) -> bool:
+    """Whether memory with ``first`` takes tokens like ``x``: batch, heads, head size and device."""
+    return x.shape[:2] == first.shape[:2] and x.shape[3:] == first.shape[3:] and x.device == first.device
 
 
 def check_sizes(x: Tensor, first: Tensor) -> None:
@@ -88,7 +95,25 @@ def global_scale_of(x: Tensor, format: Format) -> Tensor:
     return torch.ldexp(torch.ones_like(wanted), torch.frexp(wanted)[1])
 
 
-class KVStorage:
+class Pickled:
+    """Pickles codes as bytes: ``pickle`` of torch has no float8 (``torch.save`` has)."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _as_bytes(x) if isinstance(x, Operand) else x for name, x in self.__dict__.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({name: _as_codes(x) if isinstance(x, Operand) else x for name, x in state.items()})
+
+
+def _as_bytes(x: Operand) -> Operand:
+    return x.map_blocks(lambda t: t.view(torch.uint8) if t.element_size() == 1 else t, x.shape)
+
+
+def _as_codes(x: Operand) -> Operand:
+    return x.with_blocks(x.data.view(x.format.element.dtype), x.scale.view(x.format.scale.dtype), x.shape)
+
+
+class KVStorage(Pickled):
     """Keys or values of one layer.
 
     ``cast``: the format, and how tokens are rounded. ``limit``: the most tokens, for which memory is allocated at once;
@@ -122,6 +147,7 @@ class KVStorage:
         tensors = (self.first, self.center, *(() if self.memory is None else self.memory.tensors))
         return sum(t.nbytes for t in tensors if t is not None)
 
+    @torch.inference_mode(False)
     def prepare(self, x: Tensor) -> None:
         """Allocate memory for tokens like ``x``.
 
@@ -129,7 +155,7 @@ class KVStorage:
         whose codes are no whole bytes.
         """
         check_states(x, self.cast.format)
-        if self.first is not None:
+        if self.first is not None and (self.length or same_sizes(x, self.first)):
             return
         batch, heads, _, size = x.shape
         self.first = x.new_empty((batch, heads, 0, size), dtype=torch.float32)
@@ -171,6 +197,7 @@ class KVStorage:
         memory.scale.narrow(2, self.coded, count).copy_(new.scale)
         self.coded += count
 
+    @torch.inference_mode(False)
     def _with_room(self, tokens: int) -> Operand:
         """Memory for this many tokens in codes, with those that there are."""
         before = self.memory
@@ -193,6 +220,7 @@ class KVStorage:
         format = self._codes.format if self.global_scale is None else self.cast.format
         return Tokens(first, Operand(data, scale, self.global_scale, format, shape))
 
+    @torch.inference_mode(False)
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace all tensors with a batch, such as by those of other sequences."""
         if self.memory is None or self.first is None:
@@ -214,6 +242,8 @@ class KVStorage:
             length = max(0, min(self.length, length))
             self.coded = max(0, length - self.first.shape[2])
             self.first = self.first[:, :, :length]
+            if length == 0:  # the next tokens choose them
+                self.center = self.global_scale = self._inverse = None
 
     def clear(self) -> None:
         """Forget all tokens; a storage with a limit keeps its memory."""

@@ -64,6 +64,11 @@ class CachedTokens(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CachedTokens(shape={tuple(self.shape)}, format={self.tokens.codes.format}, dtype={self.dtype})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """The values, which do not change with the cache."""
+        memo[id(self)] = values = self.dequantize()
+        return values
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = _RULES.get(func)
@@ -78,6 +83,25 @@ class CachedTokens(Tensor):
         """Every op has the values."""
         args, kwargs = tree_map_only(CachedTokens, CachedTokens.dequantize, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def first_of(index: Any, count: int) -> int | None:
+    """n, if ``index`` takes the first n of ``count`` tokens and nothing else, such as ``x[:, :, :n, :]``."""
+    if type(index) is not tuple or len(index) not in (3, 4) or any(type(i) is not slice for i in index):
+        return None
+    tokens, others = index[2], index[:2] + index[3:]
+    if any(i != EVERYTHING for i in others) or tokens.start not in (None, 0) or tokens.step not in (None, 1):
+        return None
+    return tokens.stop if type(tokens.stop) is int and 0 < tokens.stop <= count else None
+
+
+def _index(x: Any, index: Any) -> CachedTokens | None:
+    if not isinstance(x, CachedTokens) or x.dim() != 4:
+        return None
+    count = first_of(index, x.shape[2])
+    if count is not None:
+        return CachedTokens(x.tokens.up_to(count), x.center, x.dtype, x.repeats)
+    return _with_dimension(x, index)
 
 
 def _with_dimension(x: Any, index: Any) -> CachedTokens | None:
@@ -128,12 +152,12 @@ def _attention(
     if not (heads and grouped and same) or 5 in (key.dim(), value.dim()) or (is_causal and attn_mask is not None):
         return None
     multiplier = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return attention(query, k, v, AttentionArgs(multiplier, attn_mask, is_causal))
+    return attention(query, k, v, AttentionArgs(multiplier, k.mask(attn_mask, is_causal), is_causal))
 
 
 _RULES: dict[Any, Any] = {
     F.scaled_dot_product_attention: _attention,
-    Tensor.__getitem__: _with_dimension,
+    Tensor.__getitem__: _index,
     Tensor.expand: _expand,
     Tensor.reshape: _reshape,
 }

@@ -16,16 +16,40 @@ class Tokens:
     """Keys, or values, of all tokens, (batch, heads, tokens, head size): the first as they are, the others in codes.
 
     ``first`` (batch, heads, some tokens, head size) is float32 on the device of the codes; ``codes`` are blocked along
-    the head.
+    the head. ``filled``: how many tokens there are, a tensor without dimensions, for memory whose later places have
+    none yet; None: all of them.
     """
 
     first: Tensor
     codes: Operand
+    filled: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         batch, heads, count, size = self.first.shape
         return batch, heads, count + self.codes.shape[2], size
+
+    def up_to(self, count: int) -> Tokens:
+        """The first ``count`` tokens: a view."""
+        coded = max(0, count - self.first.shape[2])
+        shape = (*self.codes.shape[:2], coded, self.codes.shape[3])
+        codes = self.codes.map_blocks(lambda t: t[:, :, :coded], shape)
+        return Tokens(self.first[:, :, :count], codes, self.filled)
+
+    def mask(self, given: Tensor | None, causal: bool) -> Tensor | None:
+        """The mask of a call: ``given``, or one that hides the places without a token where the call has none.
+
+        Raises ValueError for a mask of another number of keys.
+        """
+        count = self.shape[2]
+        if given is not None and given.shape[-1] not in (1, count):
+            raise ValueError(
+                f"KVCache: the attention mask is for {given.shape[-1]} keys, and the cache has {count}; for an encoder "
+                "and a decoder pass EncoderDecoderCache(mx.KVCache(), mx.KVCache()), the second without static"
+            )
+        if given is not None or causal or self.filled is None:
+            return given
+        return (torch.arange(count, device=self.filled.device) < self.filled).view(1, 1, 1, count)
 
 
 @dataclass(frozen=True)
