@@ -161,6 +161,13 @@ class KVCache(Cache):
     scales belong to several tokens, and for a ``config`` with another implementation of attention than sdpa or eager.
     """
 
+    _last: int | None
+    """The layer that got tokens last."""
+    _repeated: int | None
+    """A layer that got tokens twice in a row."""
+    _filled: set[int]
+    """All layers that got tokens."""
+
     def __init__(
         self, format: Format | str | torch.dtype | Cast = "mxfp8", config: Any = None,
         max_cache_len: int | None = None, *, static: bool = False,
@@ -191,20 +198,26 @@ class KVCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store new tokens of a layer and return all of them.
 
-        Raises ValueError if a layer gets tokens twice in a row: those of an encoder belong in another cache.
+        Raises ValueError if a layer gets tokens twice in a row: those of an encoder belong in another cache. Without
+        ``config`` also if the first layer has no attention.
         """
         if torch.compiler.is_dynamo_compiling():
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx and not self._filled and self.layer_class_to_replicate is not None:
+            raise ValueError(
+                f"KVCache: layer {layer_idx} got tokens, and layer 0, which counts them, has no attention; pass "
+                "config=model.config"
+            )
         repeated = layer_idx if layer_idx == self._last else self._repeated
         if repeated is not None and (self._filled | {layer_idx}) - {repeated}:
             raise ValueError(
-                f"KVCache: layer {repeated} got tokens twice in one call of the model; for an encoder and a decoder pass "
-                "EncoderDecoderCache(mx.KVCache(), mx.KVCache()); after a call that failed, call reset()"
+                f"KVCache: layer {repeated} got tokens twice in one call of the model; for an encoder and a decoder "
+                "pass EncoderDecoderCache(mx.KVCache(), mx.KVCache()); after a call that failed, call reset()"
             )
         shown = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._last, self._repeated = layer_idx, repeated
         self._filled.add(layer_idx)
-        return shown  # type: ignore[no-any-return]
+        return shown
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -212,12 +225,50 @@ class KVCache(Cache):
         self._forget_order()
 
     def _forget_order(self) -> None:
-        self._last: int | None = None
-        """The layer that got tokens last."""
-        self._repeated: int | None = None
-        """A layer that got tokens twice in a row."""
-        self._filled: set[int] = set()
-        """All layers that got tokens."""
+        self._last = self._repeated = None
+        self._filled = set()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove ``-tokens_to_remove`` tokens at the end."""
+        self._check_layers("crop")
+        super().crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence ``repeats`` times."""
+        self._check_layers("batch_repeat_interleave")
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences only: indices, or a bool for each."""
+        self._check_layers("batch_select_indices")
+        super().batch_select_indices(indices)
+
+    def _check_layers(self, name: str) -> None:
+        without = sorted({type(layer).__name__ for layer in self.layers if not hasattr(layer, name)})
+        if without:
+            raise NotImplementedError(f"KVCache: layers of {', '.join(without)} have no {name}; leave out static=True")
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        """The state of a convolution. Raises ValueError without ``config``, which says what layers have a state."""
+        self._check_config(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Store the state of a convolution. Raises as ``get_conv_state``."""
+        self._check_config(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Store keys of an index of tokens. Raises as ``get_conv_state``."""
+        self._check_config(layer_idx)
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    def _check_config(self, layer_idx: int) -> None:
+        if self.layer_class_to_replicate is not None:
+            raise ValueError(
+                f"KVCache: layer {layer_idx} stores more than keys and values; pass config=model.config, by which it "
+                "gets the cache of transformers"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -229,7 +280,7 @@ def _layers(config: Any, max_cache_len: int | None) -> list[tuple[Any, bool]]:
     """transformers' layers for this model, and whether each attends to all tokens."""
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"KVCache: config is {described(config)}; pass model.config")
-    attention = getattr(config, "_attn_implementation", None)
+    attention = getattr(config.get_text_config(decoder=True), "_attn_implementation", None)
     if attention is not None and attention not in READ_CODES:
         raise NotImplementedError(
             f"KVCache: {described(attention)} attention reads plain keys and values; load the model with "
