@@ -9,6 +9,7 @@ compiled graph on a GPU that is ``sdpa`` too, which becomes the op there. The ma
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ from ..kernels.attention.select import op_of_values
 NAME = "mxtensor"
 UNUSUAL = "cache", "softcap", "output_attentions"
 """Arguments that only transformers' own function knows, beside ``position_bias``, a tensor."""
+UNKNOWN = {
+    "s_aux": ("has sinks (s_aux of {shape[0]} heads)", "eager"),
+    "sinks": ("has sinks (of the shape {shape})", "eager"),
+    "indices": ("reads chosen keys (indices of the shape {shape})", "sdpa"),
+    "block_indices": ("reads chosen keys (block_indices of the shape {shape})", "sdpa"),
+}
+"""Arguments that change the result and that no function here reads, and the implementation to use. With that one, a
+model adds sinks itself, or puts the choice of keys into the mask."""
 
 
 def attention_forward(
@@ -30,11 +39,12 @@ def attention_forward(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls: query (batch, heads, queries, size), key and value (batch, heads of keys,
     keys, size) -> (batch, queries, heads, size)."""
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError(
-            f"attention of {type(module).__name__} has sinks (s_aux of {len(kwargs['s_aux'])} heads), which neither "
-            f'"{NAME}" nor "sdpa" of transformers adds; use model.set_attn_implementation("eager")'
-        )
+    for name, (meaning, other) in UNKNOWN.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"attention of {type(module).__name__} {meaning.format(shape=tuple(kwargs[name].shape))}, which "
+                f'"{NAME}" leaves out; use model.set_attn_implementation("{other}")'
+            )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     op = _op(query, key, value, attention_mask, dropout, causal, kwargs)
     if op is not None:
@@ -62,7 +72,29 @@ def _op(
     return op_of_values(query, key, value, mask)
 
 
+@cache
+def _check_model(config: type) -> None:
+    """Raise NotImplementedError for the config of a model whose attention does not call ``attention_forward``: it would
+    add the mask of ``sdpa``, which is bool, to its scores."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING  # imports modeling_utils, which registers this
+
+    model = MODEL_MAPPING.get(config, None)
+    if isinstance(model, type) and not getattr(model, "_can_set_attn_implementation", lambda: True)():
+        raise NotImplementedError(
+            f'{model.__name__} computes attention itself, and does not call "{NAME}"; load it with '
+            'attn_implementation="eager"'
+        )
+
+
+def mask_of(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
+    """The mask of ``sdpa``, for models that call ``attention_forward``."""
+    if config is not None and not torch.compiler.is_compiling():
+        kind: Any = type(config)
+        _check_model(kind)
+    return sdpa_mask(*args, config=config, **kwargs)
+
+
 def install() -> None:
     """Register it under its name."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_of)

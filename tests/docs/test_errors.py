@@ -95,9 +95,9 @@ NEVER_SEEN = {
     "{value} of this checkpoint has the amax histories of delayed scaling, and accelerate puts only parameters and "
     "buffers on the devices of a device_map: call load_checkpoint_in_model(model, checkpoint) without one, and then "
     "dispatch_model(model, device_map)",
-    # of a model of transformers with attention sinks: tests/integrations/test_attention.py
-    'attention of {value} has sinks (s_aux of {value} heads), which neither "{value}" nor "sdpa" of transformers adds; '
-    'use model.set_attn_implementation("eager")',
+    # of models of transformers: tests/integrations/test_attention.py
+    'attention of {value} {value}, which "{value}" leaves out; use model.set_attn_implementation("{value}")',
+    '{value} computes attention itself, and does not call "{value}"; load it with attn_implementation="eager"',
     # mx.tune needs a GPU
     "tune needs a model with quantized layers on a CUDA device: mx.quantize_(model.cuda(), 'mxfp8')",
     "there is no cost model of {value}; write one with python -m mxtensor.report.costs",

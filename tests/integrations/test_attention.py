@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mxtensor as mx
@@ -93,6 +94,34 @@ def test_sinks_are_refused_and_not_left_out(model):
     layer, (q, k, v) = model.model.layers[0].self_attn, (torch.randn(1, n, 1, 16) for n in (6, 2, 2))
     with pytest.raises(NotImplementedError, match=r'LlamaAttention has sinks \(s_aux of 6 heads\).*"eager"'):
         attention.attention_forward(layer, q, k, v, None, s_aux=torch.ones(6))
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_a_choice_of_keys_is_refused_and_not_left_out(model, name):
+    """DeepSeek-V3.2 puts it into the masks of "sdpa" and "eager" only."""
+    layer, (q, k, v) = model.model.layers[0].self_attn, (torch.randn(1, n, 1, 16) for n in (6, 2, 2))
+    with pytest.raises(NotImplementedError, match=rf'reads chosen keys \({name} of the shape \(1, 1, 4\)\).*"sdpa"'):
+        attention.attention_forward(layer, q, k, v, None, **{name: torch.ones(1, 1, 4)})
+
+
+MODELS = {
+    "Bloom": {"n_layer": 1, "n_head": 4},
+    "CodeGen": {"n_layer": 1, "n_head": 4, "n_embd": 64, "rotary_dim": 8},
+    "Mpt": {"n_layers": 1, "n_heads": 4, "d_model": 64},
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_models_with_their_own_attention_are_refused(family):
+    """They would add a mask of bools to their scores."""
+    make = getattr(transformers, f"{family}Config")
+    configs = [make(vocab_size=200, hidden_size=64, **MODELS[family]) for _ in range(2)]
+    model = transformers.AutoModelForCausalLM.from_config(configs[0], attn_implementation="mxtensor").eval()
+    with pytest.raises(NotImplementedError, match=f'{family}Model computes attention itself.*"eager"'):
+        model(PROMPT)
+    model = transformers.AutoModelForCausalLM.from_config(configs[1]).eval()
+    model.set_attn_implementation("mxtensor")  # which transformers ignores
+    assert model(PROMPT).logits.isfinite().all()
 
 
 @pytest.mark.gpu
