@@ -61,7 +61,7 @@ def check_sizes(x: Tensor, first: Tensor) -> None:
     if sizes != before:
         raise ValueError(
             f"KVCache: the tokens have (batch, heads, head size) {sizes}, those before them {before}; call reset() "
-            "before another prompt"
+            "before another prompt, batch_repeat_interleave() for several answers"
         )
 
 
