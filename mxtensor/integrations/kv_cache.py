@@ -203,7 +203,8 @@ class KVCache(Cache):
         """
         if torch.compiler.is_dynamo_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx and not self._filled and self.layer_class_to_replicate is not None:
+        without_first = layer_idx and not self._filled and not self.get_seq_length()
+        if without_first and self.layer_class_to_replicate is not None:
             raise ValueError(
                 f"KVCache: layer {layer_idx} got tokens, and layer 0, which counts them, has no attention; pass "
                 "config=model.config"

@@ -241,3 +241,15 @@ def test_attention_of_the_text_model_is_checked():
         mx.KVCache(config=config)
     config.text_config._attn_implementation = "sdpa"
     assert len(mx.KVCache(config=config).layers) == 2
+
+
+@pytest.mark.exhaustive
+def test_one_compiled_layer_among_others_of_eager_code(model):
+    """Only eager code sees the order of layers."""
+    torch.compiler.reset()
+    ids, wanted = prompt(1, 20), logits(model, prompt(1, 20), mx.KVCache())
+    compiled = copy.deepcopy(model)
+    compiled.model.layers[0] = torch.compile(compiled.model.layers[0], backend="eager")
+    found = logits(compiled, ids, mx.KVCache())
+    torch.compiler.reset()
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
