@@ -152,7 +152,8 @@ class KVCache(Cache):
     ``"nvfp4"`` (4.5), or a Cast. ``config``: the model's, for models whose layers differ: layers with a sliding window
     or a state keep transformers' own caches in high precision. ``max_cache_len``: memory for so many tokens is
     allocated at the first one; None: it grows. ``static``: attention reads all ``max_cache_len`` places at each step,
-    so that a model compiles without graph breaks (``torch.compile(model, fullgraph=True)``).
+    so that a model compiles without graph breaks (``torch.compile(model, fullgraph=True)``). A model with an encoder
+    and a decoder needs two: ``transformers.EncoderDecoderCache(mx.KVCache(), mx.KVCache())``.
 
     The first 16 tokens stay in high precision, and keys lose a mean that softmax does not see. Attention reads what the
     cache holds, also at the first pass over a prompt. Set ``attn_implementation="sdpa"``, which
