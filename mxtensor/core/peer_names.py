@@ -26,7 +26,7 @@ MODULE = {
     "HybridQuantizer": "mx.recipe.CustomRecipe",
     "make_graphed_callables": "torch.compile(mode='reduce-overhead') or torch.cuda.CUDAGraph",
     "CudaRNGStatesTracker": "the argument get_rng_state_tracker of modules of mx.nn",
-    "optimizers": "mx.optim", "FusedAdam": "mx.optim.FusedAdam", "FusedSGD": "torch.optim.SGD",
+    "optimizers": "mx.optim", "FusedAdam": "mx.optim.FusedAdam", "FusedSGD": "mx.optim.SGD",
     "get_cpu_offload_context": "torch.autograd.graph.save_on_cpu()",
     "parallel_cross_entropy": "torch.distributed.tensor.parallel.loss_parallel()",
     "prepare_for_saving": "tensor.components", "restore_from_saved": "mx.MXTensor.from_components",
@@ -60,9 +60,9 @@ MODULE = {
 MODULE |= {
     name: f"mx.nn.{name}" for name in (
         "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear",
-        "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "apply_rotary_pos_emb",
-        "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index",
-        "moe_sort_chunks_by_index_with_probs", "moe_unpermute",
+        "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer",
+        "apply_rotary_pos_emb", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
+        "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute",
     )
 }  # fmt: skip
 MODULE |= {

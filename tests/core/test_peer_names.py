@@ -71,7 +71,7 @@ def test_what_an_error_names_exists(text):
 def test_an_unknown_name_names_ours():
     for place, name, message in (
         (mx, "fp8_autocast", r"; use mx\.autocast\(recipe=\.\.\.\)$"), (mx, "Linear", r"; use mx\.nn\.Linear$"),
-        (mx, "is_fp8_available", "; leave it out: every device"), (mx.nn, "FusedSGD", r"; use torch\.optim\.SGD$"),
+        (mx, "is_fp8_available", "; leave it out: every device"), (mx.nn, "FusedSGD", r"; use mx\.optim\.SGD$"),
         (mx, "nonsense", "has no attribute 'nonsense'$"), (mx.nn, "nonsense", "has no attribute 'nonsense'$"),
     ):  # fmt: skip
         with pytest.raises(AttributeError, match=message):
