@@ -369,14 +369,15 @@ def test_quantizing_more_of_a_model_leaves_the_rest():
     assert net[0].weight is first and net[1].weight.linear_recipe == MXFP6.linear_recipe()
 
 
-def test_a_new_recipe_of_delayed_scaling_starts_anew():
+def test_another_recipe_of_delayed_scaling_goes_on_from_what_was_recorded():
     net = mx.quantize_(nn.Linear(64, 48), DelayedScaling())
     for _ in range(2):
         net(torch.randn(4, 64)).backward(torch.randn(4, 48))
     state = net.weight._mxtensor_delayed_state
     mx.quantize_(net, DelayedScaling(margin=1))
-    assert net.weight._mxtensor_delayed_state is not state
-    assert net.weight._mxtensor_delayed_state.scale.tolist() == [1, 1, 1]
+    other = net.weight._mxtensor_delayed_state
+    assert other is not state and torch.equal(other.scale, state.scale / 2) and (state.scale != 1).all()
+    assert torch.equal(other.history, state.history) and torch.equal(other.record, state.record)
 
 
 def test_assigning_a_state_dict_keeps_the_amax_history():
