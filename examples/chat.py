@@ -1,6 +1,6 @@
 """Talk to SmolLM2-135M-Instruct in a quantized format, with streaming:
 
-    python -m examples.chat --format mxfp8-weight-only
+    python -m examples.chat --format mxfp8-weight-only    # mxint8-weight-only if none is given
     python -m examples.chat --prompt "Name three colors." --max-new-tokens 40
 
 /exit, an empty line, Ctrl-D or Ctrl-C ends the conversation.
@@ -24,6 +24,8 @@ from .minilm import config_name
 from .smollm2 import UNQUANTIZED
 
 NAME = "SmolLM2-135M-Instruct"
+FORMAT = "mxint8-weight-only"
+"""The format with the smallest error at 8 bits: in a model this small several tokens are often nearly as likely."""
 LEAVE = ("/exit", "/quit", "")
 """What ends the conversation."""
 LONGEST = 4096
@@ -88,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Load the model, quantize it, and answer."""
     parser = argparse.ArgumentParser(prog="python -m examples.chat", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--format", type=config_or_none, default="mxfp8-weight-only", metavar="NAME",
+    add("--format", type=config_or_none, default=FORMAT, metavar="NAME",
         help=f"what quantize_ takes, or {UNQUANTIZED} (%(default)s)")  # fmt: skip
     add("--include-head", action="store_true", help="quantize the head and the embedding too")
     add("--prompt", action="append", metavar="TEXT", help="answer this and stop; may be given several times")
