@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..core.compat import tree_leaves
-from .in_use import first_of
+from .in_use import Call, first_of, with_first
 from .layers import orientation_of
 from .moments import Inputs, version_of
 from .outputs import tensors_of
@@ -154,7 +154,7 @@ def linear_pairs(pairs: Sequence[Pair], inputs: Inputs, run: Callable[[], Any]) 
             expected = plain.float() * scales.to(x.device)
             if not (x.float() - expected).norm() <= ROUNDING * expected.norm():
                 wrong.add(layer)
-            return ((plain, *args[1:]), kwargs) if args else ((), kwargs | dict.fromkeys(list(kwargs)[:1], plain))
+            return with_first(Call(args, kwargs), plain)
 
         return layer.register_forward_pre_hook(hook, with_kwargs=True)
 

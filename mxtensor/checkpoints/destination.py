@@ -13,11 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from .source import ENDINGS
+
 Result = TypeVar("Result")
-
-
-WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-"""Endings of files that hold tensors."""
 
 
 def check_apart(destination: str | Path, *sources: str | Path) -> None:
@@ -84,7 +82,7 @@ class Destination:
                 f"{self.given} holds the folder {folders[0]}, and overwrite=True replaces only folders without "
                 "subfolders; choose another destination, or remove it yourself"
             )
-        if inner and not any(entry.name == "config.json" or entry.suffix in WEIGHTS for entry in inner):
+        if inner and not any(entry.name == "config.json" or entry.suffix in ENDINGS for entry in inner):
             raise FileExistsError(
                 f"{self.given} holds {inner[0].name} and no checkpoint, and overwrite=True replaces only checkpoints; "
                 "choose another destination, or remove it yourself"

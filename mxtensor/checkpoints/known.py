@@ -4,6 +4,7 @@ configuration, and by names for what no such model has."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from ..convert.weights import (
     without_tied,
 )
 from ..numerics.formats import Orientation
-from .transformers_names import Loaded, loaded_by, model_of, tied_keys
+from .transformers_names import Loaded, loaded_by, model_of, tied_keys, tied_to_embeddings
 
 
 def _accepts(module: nn.Module, fqn: str) -> bool:
@@ -35,17 +36,24 @@ class Known:
     def __init__(self, model: nn.Module | None, stored: Iterable[str] = ()) -> None:
         self.model = model
         self._loaded = {} if model is None else loaded_by(model, stored)
-        self._kinds: dict[str, Kind] = {}
-        self._experts: set[str] = set()
-        self._lookups: set[str] = set()
-        self._shared: set[str] = set()
-        if model is not None:
-            self._lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-            tied = {name for pair in tied_keys(model).items() if self._lookups & set(pair) for name in pair}
-            self._shared = {name for pair in tied_keys(model).items() for name in pair} - tied
-            found = without_tied(model, weights_to_quantize(model, _accepts))
-            self._kinds = {weight.fqn: weight.kind for weight in found if weight.fqn not in tied}
-            self._experts = {weight.fqn for weight in unknown_experts(model)}
+        self._lookups, self._tied = (set[str](), set[str]()) if model is None else tied_to_embeddings(model)
+
+    @cached_property
+    def _shared(self) -> set[str]:
+        pairs = {} if self.model is None else tied_keys(self.model)
+        return {name for pair in pairs.items() for name in pair} - self._tied
+
+    @cached_property
+    def _kinds(self) -> dict[str, Kind]:
+        """Parameter -> its kind, of those that ``quantize_`` converts."""
+        if self.model is None:
+            return {}
+        found = without_tied(self.model, weights_to_quantize(self.model, _accepts))
+        return {weight.fqn: weight.kind for weight in found if weight.fqn not in self._tied}
+
+    @cached_property
+    def _experts(self) -> set[str]:
+        return set() if self.model is None else {weight.fqn for weight in unknown_experts(self.model)}
 
     @classmethod
     def of(cls, config: Mapping[str, Any], stored: Iterable[str]) -> Known:

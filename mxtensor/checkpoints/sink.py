@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .destination import WEIGHTS, Destination
+from .destination import Destination
 from .shard_file import ShardFile, dtype_name
-from .source import INDEX, Checkpoint, read_json
+from .source import ENDINGS, INDEX, Checkpoint, read_json
 
 ONE_FILE = "model.safetensors"
-NOT_COPIED = (*WEIGHTS, ".index.json", "hf_quant_config.json")
+NOT_COPIED = (*ENDINGS, ".index.json", "hf_quant_config.json")
 """Endings of files that hold or list tensors; all others of a folder are copied, such as the tokenizer."""
 LARGEST_COPY = 1 << 28
 PENDING = 1 << 28

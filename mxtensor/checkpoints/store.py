@@ -191,6 +191,11 @@ def info(path: str | Path, progress: bool = False) -> Info:
         return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout, progress)))
 
 
+def format_name(t: Tensor) -> str:
+    """The name of the format, or of the dtype of plain values."""
+    return t.format.name if isinstance(t, MXTensor) else str(t.dtype).removeprefix("torch.")
+
+
 def _rows(checkpoint: Checkpoint, layout: Layout, progress: bool) -> Iterator[Row]:
     entries = layout.entries(checkpoint)
     for name, entry in with_bar(entries.items(), "reading", len(entries), progress):
@@ -198,5 +203,4 @@ def _rows(checkpoint: Checkpoint, layout: Layout, progress: bool) -> Iterator[Ro
             yield Row(name, entry.encoded.kind, entry.encoded.shape, entry.encoded.nbytes)
             continue
         value = checkpoint.load(name, entry)
-        kind = value.format.name if isinstance(value, MXTensor) else str(value.dtype).removeprefix("torch.")
-        yield Row(name, kind, tuple(value.shape), value.nbytes)
+        yield Row(name, format_name(value), tuple(value.shape), value.nbytes)

@@ -46,6 +46,12 @@ def tied_keys(model: nn.Module) -> Mapping[str, str]:
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
+def tied_to_embeddings(model: nn.Module) -> tuple[set[str], set[str]]:
+    """The weights of embeddings, and all weights that share one with an embedding."""
+    lookups = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return lookups, {name for pair in tied_keys(model).items() if lookups & set(pair) for name in pair}
+
+
 class Loaded(NamedTuple):
     """What transformers makes of one tensor of a file."""
 

@@ -107,12 +107,8 @@ def compared(a: Tensor, b: Tensor, encoded: Encoded | None = None) -> dict[str, 
         "equal": not bool((errors != 0).any()),
         "max_error": float(errors.max()) if errors.numel() else 0.0,
         "bits": 8 * (b.nbytes if encoded is None else encoded.nbytes) / max(b.numel(), 1),
-        "format": _format(b) if encoded is None else encoded.kind,
+        "format": store.format_name(b) if encoded is None else encoded.kind,
     }
-
-
-def _format(t: Tensor) -> str:
-    return t.format.name if isinstance(t, MXTensor) else str(t.dtype).removeprefix("torch.")
 
 
 def compare(arguments: argparse.Namespace) -> int:

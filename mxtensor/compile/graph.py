@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from ..core.dispatch import arguments_of
 from ..kernels.gemm import cpu_library
 from ..kernels.small_m import kernel  # noqa: F401  (registers the ops)
 
@@ -28,12 +29,7 @@ VIEWS = (
 
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an op, by name."""
-    return named(node.target, node.args) | dict(node.kwargs)
-
-
-def named(op: Any, args: Sequence[Any]) -> dict[str, Any]:
-    """Positional arguments of an op by name."""
-    return dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
+    return arguments_of(node.target, node.args, node.kwargs)
 
 
 def is_view(value: Any) -> bool:

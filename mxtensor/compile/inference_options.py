@@ -15,9 +15,10 @@ from torch._inductor import config as config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
+from ..core.dispatch import arguments_of
 from ..core.fingerprint import fingerprint
 from .attention import read_values_once
-from .graph import MERGED, OF_A_WEIGHT, arguments, is_view, named, needs
+from .graph import MERGED, OF_A_WEIGHT, arguments, is_view, needs
 from .launches import launch_products_early, wait_for_weights
 
 
@@ -66,7 +67,7 @@ def _merge(graph: Graph, group: list[Node]) -> None:
         call.meta["val"] = [node.meta.get("val") for node in group]
         seen: list[Any] = [node.meta.get("eager_input_vals") for node in group]
         if all(seen):  # from these the compiler keeps the strides of the inputs
-            own = [named(group[0].target, args) | kwargs for args, kwargs in seen]
+            own = [arguments_of(group[0].target, args, kwargs) for args, kwargs in seen]
             values = {name: own[0][name] for name in shared}
             call.meta["eager_input_vals"] = (), values | {name: [v[name] for v in own] for name in OF_A_WEIGHT}
         for i, node in enumerate(group):

@@ -6,7 +6,7 @@ Knows no tensor. ``ops/`` fills the tables.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,3 +87,8 @@ def refuse_if_strict(op: str, reason: str, home: str) -> None:
             f"{op} would dequantize ({reason}), which mx.strict() forbids; "
             f"a rule for it would go to mxtensor/ops/{home}"
         )
+
+
+def arguments_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an op, by name."""
+    return {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..checkpoints import native
 from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip, with_parameters
 from ..checkpoints.source import open_safetensors
-from ..checkpoints.transformers_names import loaded_by
+from ..checkpoints.transformers_names import loaded_by, tied_keys, tied_to_embeddings
 from ..convert.configs import recipe_of
 from ..convert.weights import KINDS, Kind, default_filter
 from ..core.arguments import described
@@ -100,9 +100,7 @@ class MXQuantizer(HfQuantizer):
                     self._in_files |= set(handle.keys())
         if not self.pre_quantized:
             warn_of_unmatched_skip("TransformersConfig", self.quantization_config.skip, with_parameters(model))
-        lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        self._tied = {key for pair in tied.items() if lookups & set(pair) for key in pair}
+        _, self._tied = tied_to_embeddings(model)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -199,7 +197,7 @@ class MXQuantizer(HfQuantizer):
         return {"deserialize": Deserialize}
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        tied = tied_keys(model)
         state: dict[str, Tensor] = {}
         metadata: dict[str, str] = {}
         for name, value in model.state_dict().items():

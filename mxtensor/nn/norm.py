@@ -78,9 +78,10 @@ class Norm(nn.Module):
         super().__init__()
         size = (size,) if isinstance(size, int) else tuple(size)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        self.weight = nn.Parameter(torch.full(size, 0.0 if zero_centered_gamma else 1.0, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         has_bias = normalization == "LayerNorm"
-        self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) if has_bias else None
+        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if has_bias else None
+        self.reset_parameters()
         drops_extra_state(self)
 
     @torch.no_grad()

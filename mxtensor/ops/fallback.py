@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.arguments import described
 from ..core.autograd import mode_of_views
 from ..core.compat import tree_flatten, tree_unflatten
-from ..core.dispatch import FALLBACK, implements_function, refuse_if_strict
+from ..core.dispatch import FALLBACK, arguments_of, implements_function, refuse_if_strict
 from ..core.explain import Entry, measure, record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
@@ -128,7 +128,7 @@ def _viewed(values: Tensor, decoded: Decoded | None, view: View) -> DequantizedV
 
 def write(func: Any, args: Any, kwargs: Any) -> Any:
     """The op on the dequantized values; what it wrote is quantized again. Returns the tensors given."""
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    named = arguments_of(func, args, kwargs)
     targets = [t for name in written(func) for t in tree_flatten(named.get(name))[0] if isinstance(t, MXTensor)]
     if not targets:
         return read(func, args, kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.dispatch import implements
+from ..core.dispatch import arguments_of, implements
 from ..core.plan import PLANS
 from ..core.select import is_observed
 from ..core.tracing import is_captured, is_traced
@@ -39,7 +39,7 @@ NO_GROUPS = "not rows for a stack of weights, in groups"
 @implements(aten._grouped_mm.default)
 def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """(M, K) @ (G, K, N) with ``offs``, the end of each group's rows."""
-    given = _arguments(func, args, kwargs)
+    given = arguments_of(func, args, kwargs)
     a, b, offs = given["self"], given["mat2"], given.get("offs")
     plain_call = given.get("bias") is None and given.get("out_dtype") in (None, a.dtype)
     if not plain_call or offs is None or not _are_groups(a, b):
@@ -49,7 +49,7 @@ def grouped_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _fallback(func: Any, args: Any, kwargs: Any) -> Tensor:
     """The same by transformers' op, which its compiled models call in other dtypes than bfloat16; ends may be int64."""
-    given = _arguments(func, args, kwargs)
+    given = arguments_of(func, args, kwargs)
     a, b, offs = given["input"], given["weight"], given["offs"]
     if not _are_groups(a, b):
         return read(func, args, kwargs, NO_GROUPS)  # type: ignore[no-any-return]
@@ -63,12 +63,6 @@ def _enter_fallback() -> None:
 
 
 after_import("transformers.integrations.moe", _enter_fallback)
-
-
-def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of an op by name."""
-    names = (argument.name for argument in func._schema.arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _are_groups(a: Any, b: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from ..core.autograd import mode_of_views
 from ..core.compat import tree_flatten, tree_leaves, tree_unflatten
-from ..core.dispatch import VIEW_FALLBACK
+from ..core.dispatch import VIEW_FALLBACK, arguments_of
 from ..core.explain import measure
 from ..core.writes import has_no_memory
 from ..tensor.dequantized_view import Decoded, DequantizedView
@@ -21,7 +21,7 @@ SENDING = ("send", "barrier")
 
 def _targets(func: Any, args: Any, kwargs: Any) -> list[DequantizedView]:
     """The views that ``func`` writes."""
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    named = arguments_of(func, args, kwargs)
     names = written(func)
     if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") not in SENDING:
         names = {func._schema.arguments[0].name}

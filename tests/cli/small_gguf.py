@@ -65,11 +65,16 @@ def save_small_gguf(path, kind):
         data, decoded = encoded(permuted(name, t.numpy()), kind if t.dim() == 2 else "F32")
         writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType[kind if t.dim() == 2 else "F32"])
         values[name] = unpermuted(name, decoded)
+    finish(writer)
+    return values
+
+
+def finish(writer):
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return values
 
 
 def save_small_lfm2(path, kind):
@@ -90,10 +95,7 @@ def save_small_lfm2(path, kind):
     norms = {"attn_norm": 64, "ffn_norm": 64, "attn_q_norm": 16, "attn_k_norm": 16}
     for name, size in ({f"blk.0.{name}": size for name, size in norms.items()} | {"token_embd_norm": 64}).items():
         writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return values
 
 

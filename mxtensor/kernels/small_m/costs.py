@@ -44,8 +44,8 @@ Key = tuple[str, bool, int]
 def tiles_at_a_time(config: LaunchConfig, gpu: Gpu) -> int:
     """Tiles of weight rows that run at a time. Those that a cluster shares are fewer than multiprocessors suggest: its
     blocks are close to each other, and some places between clusters stay empty."""
-    shares = gpu.multiprocessors // config.split
-    return config.blocks * (shares if config.reduce_global else gpu.clusters.get(config.split, shares))
+    split = config.split
+    return config.blocks * (gpu.multiprocessors // split if config.reduce_global else gpu.clusters_of(split))
 
 
 def features(config: LaunchConfig, m: int, n: int, k: int, format: Format, gpu: Gpu) -> tuple[float, ...]:

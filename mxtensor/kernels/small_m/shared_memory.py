@@ -26,6 +26,10 @@ class Gpu(NamedTuple):
     name: str = ""
     """the name under which ``mx.tune`` keeps what it measured"""
 
+    def clusters_of(self, blocks: int) -> int:
+        """Clusters of ``blocks`` blocks that run at a time, with one block per multiprocessor."""
+        return self.clusters.get(blocks, self.multiprocessors // blocks)
+
 
 class SharedMemoryLayout(NamedTuple):
     """Shared memory of one block, as its launch needs it."""
@@ -66,7 +70,7 @@ def pipelined_bytes(format: Format, config: LaunchConfig, x_rows: int, k: int) -
 
 def clusters(config: LaunchConfig, gpu: Gpu) -> int:
     """Clusters of a persistent kernel that run at a time."""
-    return config.persistent * gpu.clusters.get(config.split, gpu.multiprocessors // config.split)
+    return config.persistent * gpu.clusters_of(config.split)
 
 
 def persistent_layout(
