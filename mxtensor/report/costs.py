@@ -22,54 +22,84 @@ import torch
 
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import LaunchConfig, config_of
-from ..kernels.small_m.costs import ROWS, Cost, Key, costs_of, features, path_of, predict, write
-from ..kernels.small_m.heuristics import fitted, gpu_of, table
+from ..kernels.small_m.costs import (
+    ROWS,
+    Cost,
+    Key,
+    costs_of,
+    features,
+    path_of,
+    predict,
+    tiles_at_a_time,
+    write,
+)  # fmt: skip
+from ..kernels.small_m.heuristics import STAND_INS, fitted, gpu_of, table
 from ..kernels.small_m.shared_memory import Gpu, layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
-from .tune import FEW, FORMATS, call, format_name, graph_time, weights
+from .tune import FEW, FORMATS, call, columns, format_name, graph_time, tiles_of, weights
 
 FITTED = (
     (4096, 4096), (14336, 4096), (4096, 14336), (6144, 5120), (5120, 5120), (2880, 4096), (5120, 2880), (1024, 4096),
-    (2048, 2048), (3840, 15360), (768, 2048), (512, 2880), (17920, 5120), (28672, 8192), (1536, 6144),
+    (2048, 2048), (3840, 15360), (768, 2048), (512, 2880), (17920, 5120), (28672, 8192), (1536, 6144), (1024, 1024),
+    (2880, 2880), (2048, 768),
 )  # fmt: skip
 """(N, K) of the weights that the coefficients are fitted to."""
 HELD_OUT = (
     (12288, 4096), (13696, 4096), (7168, 5120), (5120, 32768), (4096, 2048), (5760, 2880), (3072, 1536), (8192, 8192),
+    (1536, 2048), (1280, 1280),
 )  # fmt: skip
 """(N, K) of the weights that only the printed error is about."""
+LENDERS = {"nvfp4": "mxfp4_e2m1", "mxfp6_e2m3": "mxfp8_e4m3"}
+"""A format -> the one that lends it the costs of configs that were not timed for it."""
 Case = tuple[str, bool, int, LaunchConfig]
 Times = dict[Case, list[tuple[int, int, float]]]
 """(format, cast, rows, config) -> (N, K, microseconds) of each shape."""
+Product = tuple[int, int, int, LaunchConfig, Cast | None]
+"""(M, N, K, config, cast of the activations)"""
 
 
-def candidates(format: Format, m: int, casts: bool) -> list[LaunchConfig]:
+def candidates(format: Format, m: int, casts: bool, capability: tuple[int, int]) -> list[LaunchConfig]:
     """The configs of the table that can be fastest for m rows."""
     found: dict[LaunchConfig, None] = {}
-    for line in table(torch.cuda.get_device_capability()):
+    for line in table(capability):
         config = line.config
-        if line.format != format.name or (config.whole_x and m > FEW) or (casts and not config.persistent):
+        name = STAND_INS[format.element.bits] if config.wgmma else format.name
+        if line.format not in (name, format.name) or (config.whole_x and m > FEW) or (casts and not config.persistent):
             continue
         near = line.m / 2 <= m <= line.m or (config.wgmma and min(line.m, m) >= 64) or max(line.m, m) <= FEW
-        if near:
+        narrow = config.wgmma and config.nt < columns(line.m)[0] and line.m >= m > 8 * config.nt
+        if near or narrow:
             found[fitted(config, m) if config.wgmma and m > 64 else config] = None
     return list(found)
 
 
-def measure(format: Format, shapes: Sequence[tuple[int, int]]) -> Iterator[tuple[Case, tuple[int, int, float]]]:
-    """Time every candidate on every shape; progress is printed."""
+def products(format: Format, shapes: Sequence[tuple[int, int]], gpu: Gpu) -> Iterator[Product]:
+    """Every candidate on every shape. Tiles narrower than the rows need are for small weights: two waves at most."""
+    for m, casts in itertools.product(ROWS, (False, True)):
+        if casts and m > FEW:
+            continue
+        for config in candidates(format, m, casts, gpu.capability):
+            most = 2 * tiles_at_a_time(config, gpu) if config.wgmma and config.nt < columns(m)[0] else math.inf
+            for n, k in shapes:
+                if tiles_of(config, m, n) <= most and layout_of(format, config, m, n, k, gpu):
+                    yield m, n, k, config, Cast(format) if casts else None
+
+
+def measure(
+    format: Format, shapes: Sequence[tuple[int, int]], known: Times
+) -> Iterator[tuple[Case, tuple[int, int, float]]]:
+    """Time every candidate on every shape, but for the ``known`` times; progress is printed."""
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
-    kinds = [(m, casts) for m in ROWS for casts in ((False, True) if m <= FEW else (False,))]
+    timed = {(*case, *shape) for case, times in known.items() for *shape, _ in times}
     every = [
-        (m, n, k, config, Cast(format) if casts else None)
-        for m, casts in kinds
-        for n, k in shapes
-        for config in candidates(format, m, casts)
-        if layout_of(format, config, m, n, k, gpu)
+        (m, n, k, config, cast)
+        for m, n, k, config, cast in products(format, shapes, gpu)
+        if (format.name, cast is not None, m, config, n, k) not in timed
     ]
     print(f"{format}: compiling the kernels of {len(every)} products", flush=True)
     print(f"{format}: {compile_all(format, every)} kernels", flush=True)
-    for n, k in shapes:
+    for n, k in dict.fromkeys(case[1:3] for case in every):
         copies = weights(format, n, k)
         for m, _, _, config, cast in (case for case in every if case[1:3] == (n, k)):
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
@@ -108,6 +138,29 @@ def fit(times: Times, gpu: Gpu, keep: Callable[[int, int], bool]) -> dict[Case, 
     return out
 
 
+def lent(costs: Mapping[Case, Cost], gpu: Gpu) -> dict[Case, Cost]:
+    """Costs of wgmma configs that were timed for another format only (``LENDERS``): its coefficients times the mean
+    ratio of the expected times of the configs that both formats have at this number of rows."""
+    out = {}
+    for (name, lender), m in itertools.product(LENDERS.items(), ROWS):
+        own, other = (
+            {case[3]: cost for case, cost in costs.items() if case[:3] == (format, False, m) and case[3].wgmma}
+            for format in (name, lender)
+        )
+        ratios = [
+            math.log(
+                predict(own[config], m, n, k, get_format(name), gpu)
+                / predict(other[config], m, n, k, get_format(lender), gpu)
+            )
+            for config in own.keys() & other.keys()
+            for n, k in FITTED
+        ]
+        for config in [config for config in other if ratios and config not in own]:
+            ratio = math.exp(statistics.fmean(ratios))
+            out[name, False, m, config] = Cost(config, *(ratio * value for value in other[config][1:]))
+    return out
+
+
 def check(times: Times, costs: dict[Case, Cost], gpu: Gpu, shapes: Sequence[tuple[int, int]]) -> str:
     """The error of the coefficients on these shapes, as a sentence."""
     by_product: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
@@ -128,25 +181,31 @@ def check(times: Times, costs: dict[Case, Cost], gpu: Gpu, shapes: Sequence[tupl
 
 def read_times(path: Path) -> tuple[str, Times]:
     """Where the times of a file were measured, and the times."""
-    content, times = json.loads(path.read_text()), Times()
-    for name, casts, m, n, k, us, *config in content["rows"]:
-        times.setdefault((name, bool(casts), m, config_of(config)), []).append((n, k, us))
+    content = json.loads(path.read_text())
+    times = {
+        (format, bool(casts), m, config_of(config)): [(n, k, us) for n, k, us in measured]
+        for format, casts, m, config, measured in content["rows"]
+    }
     return content["note"], times
 
 
 def write_times(path: Path, note: str, times: Times) -> None:
-    """A time is a line: format, cast, rows, N, K, microseconds and the config."""
-    lines = [json.dumps([*case[:3], *one, *map(int, case[3])]) for case in times for one in times[case]]
-    rows = ",\n".join("  " + line for line in lines)
-    path.write_text(f'{{\n "note": {json.dumps(note)},\n "rows": [\n{rows}\n ]\n}}\n')
+    """A line is what one config takes: format, cast, rows, the config, and N, K and microseconds of each shape."""
+    rows = (
+        [*case[:2], case[2], list(map(int, case[3])), [(n, k, round(us, 2)) for n, k, us in times[case]]]
+        for case in times
+    )
+    lines = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
+    path.write_text(f'{{\n "note": {json.dumps(note)},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def updated(known: Mapping[Key, Sequence[Cost]], fitted: Mapping[Case, Cost]) -> dict[Key, Sequence[Cost]]:
-    """The costs of a file with those of the same configs replaced, and new ones added."""
-    found = {key: {cost.config: cost for cost in some} for key, some in known.items()}
-    for (name, casts, m, config), cost in fitted.items():
-        found.setdefault((name, casts, m), {})[config] = cost
-    return {key: list(some.values()) for key, some in found.items()}
+    """The costs of a file, with those of the formats that were fitted replaced."""
+    formats = {case[0] for case in fitted}
+    found: dict[Key, list[Cost]] = {key: list(some) for key, some in known.items() if key[0] not in formats}
+    for (name, casts, m, _), cost in fitted.items():
+        found.setdefault((name, casts, m), []).append(cost)
+    return dict(found)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -154,26 +213,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", nargs="+", type=format_name, default=FORMATS)
     parser.add_argument("--json", type=Path, help="the file to write (default: that of this GPU)")
-    parser.add_argument("--times", type=Path, help="also write every measured time to this file")
+    parser.add_argument("--times", type=Path, help="add the measured times to this file; those it has are not measured")
     parser.add_argument("--read", type=Path, metavar="TIMES", help="fit to the times of this file, which needs no GPU")
     args = parser.parse_args(argv)
     if args.read is None and not torch.cuda.is_available():
         parser.exit(1, "This command times CUDA kernels, and torch finds no CUDA device here; pass --read TIMES.\n")
     if args.read is None:
-        gpu, times = gpu_of(torch.device("cuda", torch.cuda.current_device())), Times()
+        gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+        times = read_times(args.times)[1] if args.times and args.times.exists() else Times()
         note = f"{gpu.name}, torch {torch.__version__}"
         for format in map(get_format, args.formats):
-            for case, measured in measure(format, FITTED + HELD_OUT):
+            for case, measured in measure(format, FITTED + HELD_OUT, times):
                 times.setdefault(case, []).append(measured)
+            if args.times:
+                write_times(args.times, note, times)
     else:
         gpu, (note, times) = gpu_of(torch.device("cpu")), read_times(args.read)
-    if args.times:
-        write_times(args.times, note, times)
     seen = fit(times, gpu, lambda n, k: (n, k) in FITTED)
     print("fitted to:", check(times, seen, gpu, FITTED))
     print("held out:", check(times, seen, gpu, HELD_OUT))
     path = args.json or path_of(gpu.capability)
     every = fit(times, gpu, lambda n, k: True)  # what is written uses all measurements
+    every |= lent(every, gpu)
     write(path, updated(costs_of(gpu.capability), every), note)
     print(f"wrote {path}")
 

@@ -25,6 +25,7 @@ from ..kernels.runtime import nvrtc
 from ..kernels.runtime.cuda_macros import RESERVED
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import KINDS, LaunchConfig, registers
+from ..kernels.small_m.costs import tiles_at_a_time
 from ..kernels.small_m.heuristics import ROWS, WGMMA_CAPABILITY, Measured, gpu_of, path_of, read, write
 from ..kernels.small_m.launch import Weight, launch
 from ..kernels.small_m.shared_memory import Gpu, layout_of
@@ -39,6 +40,8 @@ JOINED = ((6144, 4096), (28672, 4096))
 """(N, K) of Llama 3 8B layers with one input (q, k and v; gate and up), which run as one launch; timed at one row."""
 FEW = 8
 """Activation rows up to which the product kernel may load and cast all activations itself."""
+NARROW_IN_FLIGHT = ((8, 2), (8, 4), (12, 6))
+"""(stages, ahead) of tiles narrower than the rows need."""
 COLD = 4
 """Total size of the weights that are used in turn, in L2 cache sizes."""
 
@@ -65,13 +68,30 @@ def pipelined(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[Launch
             yield config
 
 
+def columns(rows: int) -> tuple[int, ...]:
+    """The widths of tiles (``nt``) that suit this number of activation rows: the least that has them all, up to 128
+    rows, above that 256 too, and narrower ones for weights so small that one tile of rows leaves the GPU idle."""
+    least = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 16)
+    narrow = tuple(t for t in (2, 4, 8) if least / 4 <= t < least)
+    return (least, 24, 32, *narrow) if rows > 128 else (least, *narrow)
+
+
+def tiles_of(config: LaunchConfig, rows: int, n: int) -> int:
+    """Tiles of weight rows by activation rows."""
+    return -(-n // config.rows) * -(-rows // config.cols)
+
+
+def one_wave(config: LaunchConfig, rows: int, n: int, gpu: Gpu) -> bool:
+    """Whether all tiles run at a time."""
+    return tiles_of(config, rows, n) <= tiles_at_a_time(config, gpu)
+
+
 def wgmma(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConfig]:
     """Configs of the wgmma kernel."""
-    least = next((t for t in (1, 2, 4, 8, 16) if 8 * t >= rows), 16)
     # (stages, ahead): tiles and chunks in flight; fewer for 256 columns
     in_flight = ((8, 2), (8, 4), (12, 3), (12, 6), (16, 8), (24, 12), (4, 2), (6, 3))
     warps = tuple((wr, wk) for wr in (4, 8, 12, 16) for wk in (1, 2, 3, 4) if wr * wk <= 16 and (wk == 1 or rows <= 64))
-    numbers = ((least, 32) if rows > 128 else (least,), warps, (1, 2, 3), in_flight, (1, 2, 3, 4, 6, 8))
+    numbers = (columns(rows), warps, (1, 2, 3), in_flight, (1, 2, 3, 4, 6, 8))
     reductions = (False, False), (True, False), (False, True)  # reduce_global, reduce_dsmem
     for nt, (wr, wk), blocks, (stages, ahead), split, (reduce_global, reduce_dsmem) in itertools.product(
         *numbers, reductions
@@ -88,9 +108,11 @@ def wgmma(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConf
             continue
         if (split in (3, 6) and not reduce_global) or (reduce_dsmem and config.cols % split):
             continue
-        count = -(-n // config.rows) * -(-rows // config.cols)  # tiles, each of one cluster or block
-        at_a_time = gpu.multiprocessors // split if reduce_global or split == 1 else gpu.clusters[split]
-        if count * split >= 0.6 * gpu.multiprocessors and (split == 1 or count <= blocks * at_a_time):
+        narrow = nt < columns(rows)[0]
+        if narrow and ((stages, ahead) not in NARROW_IN_FLIGHT or reduce_dsmem != (split > 1)):
+            continue
+        filled = tiles_of(config, rows, n) * split >= 0.6 * gpu.multiprocessors
+        if filled and ((split == 1 and not narrow) or one_wave(config, rows, n, gpu)):
             yield config
 
 

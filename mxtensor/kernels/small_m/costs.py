@@ -2,6 +2,7 @@
 
     microseconds = start + step * (steps of the slowest block) + byte * (MB of weight) + wave * (waves of blocks)
                    + tail * (steps of a row that is no whole chunks of 128 columns)
+                   + columns * (thousands of columns of activations that each block of a persistent kernel brings)
 
 The coefficients of each config are fitted to measurements over many shapes (``python -m mxtensor.report.costs``,
 which also prints the error on shapes that it was not fitted to) and stand in ``costs_sm90.json``, one file per compute
@@ -35,8 +36,10 @@ class Cost(NamedTuple):
     byte: float
     wave: float
     tail: float = 0.0
+    columns: float = 0.0
 
 
+COEFFICIENTS = len(Cost._fields) - 1
 Key = tuple[str, bool, int]
 """(format, whether the activations are cast, rows)."""
 
@@ -51,16 +54,16 @@ def tiles_at_a_time(config: LaunchConfig, gpu: Gpu) -> int:
 def features(config: LaunchConfig, m: int, n: int, k: int, format: Format, gpu: Gpu) -> tuple[float, ...]:
     """What the coefficients are multiplied by, for a product (m, k) by (n, k)^T.
 
-    A step is one stage of columns of one tile of weight rows.
+    A step is one stage of columns of one tile of weight rows; of a persistent kernel, for one of its warps.
     """
     tiles, steps = -(-n // config.rows), -(-k // (config.depth * config.split))
     megabytes = n * k * format.bits_per_value / 8e6
     if config.persistent:
         blocks = min(tiles, max(1, gpu.multiprocessors * config.persistent // config.split))
         most = -(-tiles // blocks)
-        return 1.0, -(-most // config.wr) * steps, megabytes, 0.0, 0.0
+        return 1.0, -(-most // config.wr) * -(-steps // config.wk), megabytes, 0.0, 0.0, k / 1024
     waves = -(-tiles * -(-m // config.cols) // max(1, tiles_at_a_time(config, gpu)))
-    return 1.0, waves * steps, megabytes, waves, waves * steps if config.wgmma and k % 128 else 0.0
+    return 1.0, waves * steps, megabytes, waves, waves * steps if config.wgmma and k % 128 else 0.0, 0.0
 
 
 def predict(cost: Cost, m: int, n: int, k: int, format: Format, gpu: Gpu) -> float:
@@ -85,7 +88,8 @@ def costs_of(capability: tuple[int, int]) -> dict[Key, tuple[Cost, ...]]:
     path = path_of(capability)
     found: dict[Key, list[Cost]] = {}
     for format, casts, m, *values in json.loads(path.read_text())["rows"] if path.exists() else ():
-        found.setdefault((format, bool(casts), m), []).append(Cost(config_of(values[5:]), *values[:5]))
+        cost = Cost(config_of(values[COEFFICIENTS:]), *values[:COEFFICIENTS])
+        found.setdefault((format, bool(casts), m), []).append(cost)
     return {key: tuple(costs) for key, costs in found.items()}
 
 

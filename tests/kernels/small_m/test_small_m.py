@@ -39,6 +39,7 @@ from mxtensor.numerics.element_format import ElementFormat
 from mxtensor.numerics.formats import E2M3, E8M0, FORMATS, UE4M3, Format
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, encode
+from mxtensor.report import tune
 from tests.helpers import cuda_on_cpu
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
@@ -239,6 +240,16 @@ def test_any_number_of_rows_and_chunks_by_wgmma(m, n, chunks, format):
         if config.split * config.wk > chunks:
             continue
         assert error(product(x, w, config), x.double() @ values(w).t()) < TOLERANCE
+
+
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "mxfp6"])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_rows_of_several_tiles_whose_blocks_send_each_other_their_sums(format, blocks):
+    config = FOUR_REDUCE_DSMEM._replace(wr=4, stages=8, blocks=blocks)
+    w, x, bias = weight(format, 70, 576), torch.randn(3 * config.cols - 5, 576).bfloat16(), torch.randn(70).bfloat16()
+    y = product(x, w, config, bias=bias, alpha=0.5, beta=2.0)
+    assert error(y, 0.5 * x.double() @ values(w).t() + 2 * bias.double()) < TOLERANCE
 
 
 @pytest.mark.exhaustive
@@ -685,7 +696,8 @@ def test_the_table_of_sm90_has_every_number_of_rows_and_its_configs_fit():
     assert {line.m for line in lines} == set(ROWS)
     for line in lines:
         assert layout_of(mx.FORMATS[line.format], line.config, line.m, line.n, line.k, H100)
-        assert line.config.cols >= min(line.m, 128) and line.config.wr * line.config.wk in (4, 8, 12, 16)
+        assert line.config.cols >= min(line.m, 128) or tune.one_wave(line.config, line.m, line.n, H100)
+        assert line.config.wr * line.config.wk in (4, 8, 12, 16)
 
 
 def test_an_unknown_gpu_takes_configs_that_fit_it():
