@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         mx.quantize_(model, args.format, include_head=args.include_head)
         model.set_attn_implementation("mxtensor")
     size = mx.model_size(model)
-    about = f"{NAME} in {args.format}: {size.nbytes / 1e6:.0f} MB, {size.bits:.2f} bits a weight"
+    about = f"{NAME} in {args.format}: {size.nbytes / 1e6:.0f} MB, {size.bits:.2f} bits per weight"
     print(about, file=sys.stderr, flush=True)
     torch.manual_seed(args.seed)
     chat = Chat(model, tokenizer, args.system, args.temperature, args.max_new_tokens)
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             begin = time.perf_counter()
             _, tokens = chat.answer(text)
             rate = tokens / (time.perf_counter() - begin)
-            print(f"({tokens} tokens, {rate:.1f} tokens a second)", file=sys.stderr, flush=True)
+            print(f"({tokens} tokens, {rate:.1f} tokens per second)", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print(file=sys.stderr)
 

@@ -182,7 +182,7 @@ class Batches:
         self._states: Tensor | None = None
 
     def remember(self, distiller: Distiller, batch: int) -> None:
-        """Compute the teacher's hidden states of all rows once: 2 bytes a value on the device of the teacher."""
+        """Compute the teacher's hidden states of all rows once: 2 bytes per value on the device of the teacher."""
         device, pieces = next(distiller.teacher.parameters()).device, []
         for new in self._rows.split(batch):
             rows = new if len(new) == batch else self._rows[-batch:]  # of one size, for compiled blocks

@@ -72,7 +72,7 @@ SCHEMES = {
         _args(8, "group", 128, None, True), activation_format="float8_e4m3_1x128",
     ),
 }  # fmt: skip
-"""Format -> how it is written. Formats with one scale a tensor are read only: static activation scales go with them."""
+"""Format -> how it is written. Formats with one scale per tensor are only read: they need static activation scales."""
 ACTIVATIONS = {
     (4, "group", 32): "mxfp4_e2m1", (8, "group", 32): "mxfp8_e4m3", (8, "token", None): "float8_e4m3_row",
     (8, "group", 128): "float8_e4m3_1x128",

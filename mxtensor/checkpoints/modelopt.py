@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt: NVFP4, MXFP4, MXFP8 and float8 with one scale a tensor.
+"""NVIDIA ModelOpt: NVFP4, MXFP4, MXFP8 and float8 with one scale per tensor.
 
 NVFP4 with its W4A16 and W4A8: ``weight`` U8 with ``weight_scale`` F8_E4M3 and ``weight_scale_2`` F32, which multiplies.
 MXFP4 and its W4A8: ``weight`` U8 with ``weight_scale`` U8 (E8M0). MXFP8 and float8: ``weight`` F8_E4M3 with
@@ -109,5 +109,5 @@ MODELOPT = Layout(
     read=_read,
     write=_write,
     config=_config,
-    formats=f"{', '.join(ALGORITHMS)}; read also: float8 with one scale a tensor",
+    formats=f"{', '.join(ALGORITHMS)}; read also: float8 with one scale per tensor",
 )

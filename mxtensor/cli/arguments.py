@@ -109,7 +109,7 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "bits": (
         ("--bits",),
-        {"type": _positive, "default": 5.0, "metavar": "N", "help": "the budget: bits a value, scales included (5.0)"},
+        {"type": _positive, "default": 5.0, "metavar": "N", "help": "budget: bits per value, scales included (5.0)"},
     ),
     "head": (
         ("--include-head",),

@@ -1,4 +1,4 @@
-"""The size of a whole model: what is quantized, what is not, and the bits a weight over both.
+"""The size of a whole model: what is quantized, what is not, and the bits per weight over both.
 
 print(mx.model_size(mx.quantize_(model, "mxfp4-weight-only")))
 """

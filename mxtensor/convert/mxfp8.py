@@ -23,7 +23,7 @@ from ..training.interception import run
 def to_mxfp8(x: Tensor, block_size: int = 32) -> MXTensor:
     """``x`` in MXFP8 E4M3: ``block_size`` (16, 32, 64 or 128) values of the last dimension share a power-of-two scale.
 
-    ``.dequantize()`` gives the values in the dtype of ``x``. The size is 1 + 1 / block_size bytes a value. Raises
+    ``.dequantize()`` gives the values in the dtype of ``x``. The size is 1 + 1 / block_size bytes per value. Raises
     ValueError for other block sizes, TypeError for a dtype that is not floating-point.
     """
     return quantize(x, get_mx_format("mxfp8_e4m3", block_size))

@@ -148,7 +148,7 @@ def _update_between_graphs(layer: KVCacheLayer, keys: Tensor, values: Tensor) ->
 class KVCache(Cache):
     """A cache of transformers with keys and values in codes: ``model.generate(..., past_key_values=mx.KVCache())``.
 
-    ``format``: one with blocks along the head, such as ``"mxfp8"`` (8.25 bits a value), ``"mxfp4"`` (4.25) or
+    ``format``: one with blocks along the head, such as ``"mxfp8"`` (8.25 bits per value), ``"mxfp4"`` (4.25) or
     ``"nvfp4"`` (4.5), or a Cast. ``config``: the model's, for models whose layers differ: layers with a sliding window
     or a state keep transformers' own caches in high precision. ``max_cache_len``: memory for so many tokens is
     allocated at the first one; None: it grows. ``static``: attention reads all ``max_cache_len`` places at each step,

@@ -160,7 +160,7 @@ WRONG = [
     ),
     (1, ("inspect", "EMPTY"), "<EMPTY> is not a checkpoint; pass a folder, or a file that ends in .safetensors"),
     (1, ("inspect", "some/model"), "(from the Hugging Face hub: hf download some/model --local-dir model)"),
-    (1, ("plan", "SRC", "--text", "x", "--bits", "2"), "--bits 2: the smallest of the formats has 4.25 bits a value"),
+    (1, ("plan", "SRC", "--text", "x", "--bits", "2"), "--bits 2: the smallest of the formats has 4.25 bits per value"),
     (2, ("plan", "SRC", "--text", "x", "--bits", "-1"), "'-1' is not a number above 0"),
     (2, ("tune", "SRC", "--seconds", "nan"), "'nan' is not a number above 0"),
     (2, ("eval", "SRC", "--text", "x.txt", "--device", "meta"), "'meta' is not a device of this command"),

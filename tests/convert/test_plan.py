@@ -85,7 +85,7 @@ def test_a_plan_spends_the_budget_where_it_takes_away_most():
     assert [str(layer.weight.format) for layer in m] == ["mxfp4_e2m1", "mxfp6_e2m3"]
     assert 8 * sum(layer.weight.nbytes for layer in m) / 4096 == plan.bits
     assert str(plan).splitlines()[-1].split() == ["all", "4,096", "5.25", "0.7000"]
-    with pytest.raises(ValueError, match=r"bits is 4, and the smallest formats take 4.25 bits a value"):
+    with pytest.raises(ValueError, match=r"bits is 4, and the smallest formats take 4.25 bits per value"):
         plan.with_bits(4)
 
 

@@ -133,7 +133,7 @@ NEVER_SEEN = {
     "{value} has no {value}, which another rank has written; give all ranks a folder that they share",
     # of a config that `python -m mxtensor.report.tune` chooses itself; the heuristics choose one that fits
     "a product of {value}x{value}x{value} by {value} does not fit in the shared memory of this device "
-    "({value} bytes a block)",
+    "({value} bytes per block)",
     "{value} cannot run {value}x{value} in {value}, {value} groups, aligned to {value} bytes; "
     "leave the config out to have one chosen",
     # torch.jit.trace warns that it is deprecated: tests/tensor/test_life.py
@@ -202,7 +202,7 @@ NEVER_SEEN = {
     "pass --format",
     "--inputs {value}: the model cannot be called with its tensors, such as {value}: {value}",
     "--tokenizer: {value} does not exist; pass the folder of a tokenizer or of a model",
-    "--bits {value}: the smallest of the formats has {value} bits a value; pass more",
+    "--bits {value}: the smallest of the formats has {value} bits per value; pass more",
     "--text: {value} {value}; pass a text file in UTF-8",
     "the tokenizer in {value} cannot be loaded by transformers: {value}",
     "{value} lacks {value} tensors of {value}, such as {value}: transformers would fill them with random values",
