@@ -44,18 +44,18 @@ def calibrate(
     """Quantize the linear layers of ``model`` in place, for inference, so that their outputs for ``data`` change least.
 
     ``data``: batches, each the argument of the model (such as ``input_ids``, (sequences, tokens)), a tuple of
-    arguments, or a dict of them by name. A hundred sequences of a few hundred tokens of the kind that the model will
-    read are enough for most. ``format``, ``filter_fn`` and ``include_head``: as in ``quantize_``. ``method``: the name
-    of one, an object with other settings, or a list of them: first those that scale channels, "smooth" and "awq"
+    arguments, or a dict of them by name. A hundred sequences of a few hundred tokens, like those that the model will
+    read, are usually enough. ``format``, ``filter_fn`` and ``include_head``: as in ``quantize_``. ``method``: the name
+    of a method, an object with other settings, or a list: first methods that scale channels, "smooth" and "awq"
     (``SmoothQuant``, ``AWQ``), then at most one that rounds, "gptq" or "mse" (``GPTQ``, ``BestScales``; without one,
     weights are rounded to nearest), then "bias" (``BiasCorrection``).
 
     The model runs block by block: memory holds the inputs of one block for all data, and the moments of one block's
-    layers. Layers outside of the blocks, such as a head, are calibrated after the blocks, without scaling of channels.
+    layers. Layers outside the blocks, such as a head, are calibrated after the blocks, without scaling of channels.
     Embeddings and stacked experts are rounded to nearest, as ``quantize_`` does; an embedding that shares the weight of
-    a head gets its codes. Compiled modules run eagerly meanwhile. A warning of the logger ``mxtensor`` names the layers
-    that saw no input. All weights are replaced at the end; if this raises or is interrupted, the model is as it was.
-    With ``state``, a folder, each finished block is saved there, and the same call continues after the last one.
+    a head shares its codes. Compiled modules run eagerly meanwhile. The logger ``mxtensor`` warns about layers that got
+    no input. All weights are replaced at the end; if the call raises or is interrupted, the model is unchanged. With
+    ``state``, a folder, each finished block is saved there, and the same call resumes after the last one.
 
     Raises what ``quantize_`` raises; ValueError for a recipe that trains, an unknown method, empty data, weights or
     inputs that are not finite, or a state of another calibration. Returns ``model``.

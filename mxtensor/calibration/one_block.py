@@ -59,7 +59,7 @@ def quantized_block(
 
     def measured(group: Group) -> dict[nn.Module, _Measured]:
         found, firsts = _measures({layer: layers[layer] for layer in group.layers}, how)
-        looks = how.rounding.looks or how.bias is not None
+        looks = how.rounding.needs_moments or how.bias is not None
         from_model = {layer for layer in firsts if how.before(layers[layer].recipe.activation)}
 
         def inputs(batch: int, state: Any) -> Inputs:
@@ -71,7 +71,7 @@ def quantized_block(
                 with in_place(originals):
                     before_now = inputs(batch, before[batch])
             for layer in firsts:
-                if how.rounding.looks:
+                if how.rounding.needs_moments:
                     correct = correction(how.rounding.correct, layers[layer].recipe.activation)
                     earlier = before_now[layer] if correct == "model" else now[layer]
                     found[layer].moments.add_calls(now[layer], earlier)

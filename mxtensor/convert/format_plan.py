@@ -74,7 +74,7 @@ class Plan(FqnToConfig):
 
     @property
     def error(self) -> float:
-        """The sum of the errors of all weights: for ``"kl"`` about the KL divergence if weights are rounded to nearest."""
+        """The sum of the errors of all weights: for ``"kl"`` about the KL divergence, if rounded to nearest."""
         return sum(self._of("errors"))
 
     def with_bits(self, bits: float) -> Plan:

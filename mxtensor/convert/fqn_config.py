@@ -20,12 +20,12 @@ DEFAULT = "_default"
 class FqnToConfig(KnownFields):
     """A config for each module or parameter, by its fully qualified name (torchao's fields).
 
-    Keys are names of modules or parameters, regular expressions of them after ``re:``, which match whole names, and
-    ``_default``. Values are what ``quantize_`` takes; None leaves the weights as they are. The first of these counts
-    for a weight: the name of the parameter, that of its module, the first expression that matches the parameter, the
-    first that matches the module, ``_default``. ``_default`` applies to the layers that ``quantize_`` would convert
-    without a filter; the other keys apply to embeddings, heads and routers too. Raises TypeError for keys that are no
-    text, ValueError for an expression that is none and for two different tables.
+    Keys are names of modules or parameters, ``re:`` with a regular expression that matches whole names, or
+    ``_default``. Values are what ``quantize_`` takes; None leaves the weights unquantized. A weight takes the first of
+    these keys that exists: the name of the parameter, the name of its module, the first expression that matches the
+    parameter, the first that matches the module, ``_default``. ``_default`` applies to the layers that ``quantize_``
+    would convert without a filter; the other keys apply to embeddings, heads and routers too. Raises TypeError for keys
+    that are not strings, ValueError for an invalid regular expression and for two different tables.
     """
 
     fqn_to_config: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class FqnToConfig(KnownFields):
         return one or other
 
     def key_of(self, module_name: str, parameter_name: str) -> str | None:
-        """The key that counts for a parameter, both names in full; None if no key matches, or ``_default`` only."""
+        """The key for a parameter, by the full names of its module and its own; None if only ``_default`` matches."""
         table = self.table()
         for name in (parameter_name, module_name):
             if name in table and name != DEFAULT:

@@ -81,7 +81,7 @@ def _named(group: Group) -> str:
 
 
 def model_size(model: nn.Module) -> ModelSize:
-    """What the parameters of ``model`` take, by use and by how they are stored; buffers are not counted.
+    """The memory of the parameters of ``model``, by use and by format; buffers are not counted.
 
     A parameter that modules share is counted once. Of a sharded parameter, the shard of this rank is counted. Raises
     TypeError for anything but a module.

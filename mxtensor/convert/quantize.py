@@ -50,21 +50,21 @@ def quantize_(
     transformers' Conv1D and modules of stacked experts. The default skips embeddings, layers that share a weight with
     one, ``lm_head`` and routers. ``include_head=True`` adds ``lm_head`` and linear layers that share a weight with an
     embedding; that weight is quantized once, for the product and for the lookup. If modules share a weight and the
-    filter accepts one of them, the weight is quantized for all of them. Embeddings are not trained quantized, and
-    neither are modules that are experts by the name of their class and of no kind that is known: a warning names them.
+    filter accepts one of them, the weight is quantized for all of them. Embeddings do not train quantized. Neither do
+    modules whose class name says that they are experts, but whose parameters are not recognized: a warning names them.
     Returns ``model``.
 
-    If heads and embeddings that the default filter skips are more than a tenth of the values, a warning of the logger
-    ``mxtensor`` names them and the bits a value over the whole model. ``mx.model_size(model)`` has all of it.
+    If heads and embeddings that the default filter skips are more than a tenth of the values, the logger ``mxtensor``
+    warns with their names and the bits per value of the whole model. ``mx.model_size(model)`` shows the details.
 
     Every weight is checked before the first one changes: if this raises ValueError or TypeError, for an unknown config
-    or for a weight that cannot be quantized (no parameter, as under weight_norm; not floating-point; sparse; sharded;
-    without values), the model is as it was. A failure after that, such as an interrupt or too little memory, restores a
-    model for training. For inference each original is freed when its weight is quantized, so that the model takes at
-    most the memory of one weight more than before; the model is then usable, each weight quantized or as it was, and
-    another call quantizes the rest.
+    or for a weight that cannot be quantized (not a parameter, as under weight_norm; not floating-point; sparse;
+    sharded; without values), the model is unchanged. After a later failure, such as an interrupt or too little memory,
+    a model for training is restored. For inference each original is freed when its weight is quantized, so that the
+    model needs at most the memory of one more weight than before; after a failure the model is usable, with some
+    weights quantized and the others unchanged, and another call quantizes the rest.
 
-    Warns if no layer matches, or if ``include_head`` finds no head. Make the optimizer for training after this call:
+    Warns if no layer matches, or if ``include_head`` finds no head. Create the optimizer for training after this call:
     parameters are new objects over the same memory, with the attributes that were set on the old ones.
     """
     if not isinstance(model, nn.Module):
