@@ -40,7 +40,7 @@ def _codes(dtype: torch.dtype) -> Callable[..., Tensor]:
         if scale.dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(
                 f"codes of 4 bits with scales in {str(scale.dtype).removeprefix('torch.')} are neither NVFP4 nor "
-                "MXFP4 (AWQ and W4A8_AWQ have integer codes): no format here has them"
+                "MXFP4; integer codes (AWQ, W4A8_AWQ) are not supported"
             )
         if not second or second[0].numel() != 1 or second[0].dtype != torch.float32:
             got = [(str(t.dtype), tuple(t.shape)) for t in second]

@@ -95,7 +95,7 @@ def writable(layout: str, path: str | Path) -> Layout:
     if not chosen.one_file and str(path).endswith(".safetensors"):
         raise ValueError(f"the layout {chosen.name} has a config.json; pass a folder, not the file {path}")
     if chosen.write is None:
-        raise NotImplementedError(f"the layout {chosen.name} is only read; choose another one to write")
+        raise NotImplementedError(f"the layout {chosen.name} can only be read; choose another one to write")
     return chosen
 
 

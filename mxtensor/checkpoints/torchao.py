@@ -58,7 +58,8 @@ def _described(checkpoint: Checkpoint, name: str, text: str) -> Any:
         return None
     if kind not in CLASSES:
         raise NotImplementedError(
-            f"{checkpoint.path}, tensor {name}: torchao's {kind[:40]} has no format here; read are {', '.join(CLASSES)}"
+            f"{checkpoint.path}, tensor {name}: torchao's {kind[:40]} is not supported; supported are "
+            f"{', '.join(CLASSES)}"
         )
     names = fields.get("_tensor_data_names")
     known = ("qdata", "scale", *_OPTIONAL, STATIC)

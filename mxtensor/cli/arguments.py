@@ -38,7 +38,9 @@ def _layout(name: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}") from error
     if layout.write is None:
-        raise argparse.ArgumentTypeError(f"the layout {layout.name} is only read; choose one of {', '.join(_WRITABLE)}")
+        raise argparse.ArgumentTypeError(
+            f"the layout {layout.name} can only be read; choose one of {', '.join(_WRITABLE)}"
+        )
     return layout.name
 
 

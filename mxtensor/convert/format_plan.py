@@ -57,7 +57,7 @@ class Plan(FqnToConfig):
         for fqn, weight in self.weights.items():
             if table.get(fqn) not in weight.errors:
                 raise ValueError(
-                    f"Plan: {fqn} has {table.get(fqn)!r}, which was not measured; choose one of "
+                    f"Plan: the format of {fqn} is {table.get(fqn)!r}, which was not measured; choose one of "
                     f"{', '.join(weight.errors)}"
                 )
         return [getattr(weight, kind)[table[fqn]] for fqn, weight in self.weights.items()]

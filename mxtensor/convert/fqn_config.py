@@ -42,7 +42,8 @@ class FqnToConfig(KnownFields):
         for table in (one, other):
             if not isinstance(table, Mapping) or not all(isinstance(key, str) for key in table):
                 raise TypeError(
-                    f"{type(self).__name__} takes a dict of names to configs, with text as keys, not {described(table)}"
+                    f"{type(self).__name__} takes a dict of names to configs, with strings as keys, not "
+                    f"{described(table)}"
                 )
         if one and other and one != other:
             raise ValueError(
@@ -78,4 +79,4 @@ def _compiled(key: str) -> re.Pattern[str] | None:
     try:
         return re.compile(key[3:])
     except re.error as error:
-        raise ValueError(f"FqnToConfig: {key!r} is no regular expression: {error}") from None
+        raise ValueError(f"FqnToConfig: {key!r} is not a valid regular expression: {error}") from None

@@ -53,7 +53,7 @@ def refuses(cast: Cast | None, linear_recipe: LinearRecipe) -> str | None:
     if format.rows_are_blocked:
         return f"{format} has blocks of {format.block[0]} rows, which go to different ranks"
     if format.scale.significant_bits != 1:
-        return f"the scales of {format} are no powers of two: the layer's own cast would round again"
+        return f"the scales of {format} are not powers of two: the layer's own cast would round again"
     if cast.rounding is Rounding.STOCHASTIC and cast.scaling is ScaleCalculationMode.EVEN:
         return "an amax that EVEN rounds up may be rounded down stochastically: the layer's own cast would round again"
     return None

@@ -113,8 +113,8 @@ def check_components(
     if all(type(n) is int for n in shape) and math.prod([max(n, 1) for n in shape]) > _LARGEST // 8:
         raise ValueError(f"{format}: a shape of {shape} has too many values for torch")
     if len(shape) == 0 or tuple(data.shape) != format.data_shape(shape):
-        expected = format.data_shape(shape) if len(shape) else "at least one dimension"
-        raise ValueError(f"{format} of shape {tuple(shape)}: data must have shape {expected}, got {tuple(data.shape)}")
+        expected = f"shape {format.data_shape(shape)}" if len(shape) else "at least one dimension"
+        raise ValueError(f"{format} of shape {tuple(shape)}: data must have {expected}, got {tuple(data.shape)}")
     if tuple(scale.shape) != format.scale_shape(shape):
         raise ValueError(
             f"{format} of shape {tuple(shape)}: scale must have shape {format.scale_shape(shape)} (one for a block of "

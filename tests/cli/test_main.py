@@ -132,7 +132,7 @@ WRONG = [
     (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--format", "mxfp8"), "pass either --format, or --plan"),
     (2, ("plan", "SRC", "--bits", "5"), "required: --text"),
     (2, ("convert", "SRC", "-o", "OUT", "--layout", "awq"), "unknown layout 'awq'"),
-    (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "is only read; choose one of "),
+    (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "can only be read; choose one of "),
     (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is not a whole number of at least 1"),
     (2, ("report", "SRC"), "pass either --reference"),
     (2, ("report", "SRC", "--format", "mxfp8", "--text", "a", "--inputs", "b"), "pass --text or --inputs, not both"),
@@ -144,7 +144,7 @@ WRONG = [
     (
         1,
         ("quantize", "SRC", "-o", "OUT", "--format", "mxfp4", "--layout", "gpt-oss"),
-        "nothing was quantized: the layout gpt-oss holds stacked experts only, and <SRC> has 1 others, such as ",
+        "nothing was quantized: the layout gpt-oss holds stacked experts only, and <SRC> has 1 other tensors, such as ",
     ),
     (1, ("convert", "SRC", "-o", "OUT", "--layout", "modelopt"), "pass --format, or the layout plain"),
     (1, ("quantize", "NONE", "-o", "OUT", "--format", "mxfp4"), "has no matrix of a layer, except for embeddings"),
@@ -156,7 +156,7 @@ WRONG = [
     (
         1,
         ("inspect", "DIR"),
-        "holds no checkpoint: no file ends in .safetensors, .gguf, .bin, .pt, .pth; it holds 1 others",
+        "holds no checkpoint: no file ends in .safetensors, .gguf, .bin, .pt, .pth; it holds 1 other files",
     ),
     (1, ("inspect", "EMPTY"), "<EMPTY> is not a checkpoint; pass a folder, or a file that ends in .safetensors"),
     (1, ("inspect", "some/model"), "(from the Hugging Face hub: hf download some/model --local-dir model)"),

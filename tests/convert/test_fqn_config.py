@@ -94,10 +94,10 @@ def test_names_that_match_nothing_are_named():
     ("config", "filter_fn", "error", "message"),
     [
         (lambda: mx.FqnToConfig({"a": "mxfp9"}), None, ValueError, "FqnToConfig, 'a': unknown format"),
-        (lambda: mx.FqnToConfig({"a": 8}), None, TypeError, "FqnToConfig, 'a': cannot quantize by 8"),
+        (lambda: mx.FqnToConfig({"a": 8}), None, TypeError, "FqnToConfig, 'a': cannot quantize with 8"),
         (lambda: mx.FqnToConfig({"a": mx.FqnToConfig()}), None, TypeError, "its values are single configs or None"),
-        (lambda: mx.FqnToConfig({"re:(": "mxfp8"}), None, ValueError, "is no regular expression"),
-        (lambda: mx.FqnToConfig({3: "mxfp8"}), None, TypeError, "with text as keys"),
+        (lambda: mx.FqnToConfig({"re:(": "mxfp8"}), None, ValueError, "is not a valid regular expression"),
+        (lambda: mx.FqnToConfig({3: "mxfp8"}), None, TypeError, "with strings as keys"),
         (lambda: mx.FqnToConfig("mxfp8"), None, TypeError, "takes a dict of names"),
         (lambda: mx.FqnToConfig({"a": "mxfp8"}, {"a": "mxfp4"}), None, ValueError, "differ; give one of the two"),
         (lambda: mx.FqnToConfig({"a": "mxfp8"}), lambda m, n: True, ValueError, "leave filter_fn out"),

@@ -39,7 +39,7 @@ NEVER_SEEN = {
     "calibrate: {value}: {value}",
     # need torchao: tests/core/test_peer_names.py
     "{value} is quantized already, by {value} ({value}); pass the original values, or those of its dequantize()",
-    "cannot quantize by {value}{value}",
+    "cannot quantize with {value}{value}",
     # need a working directory, and a folder that is filled meanwhile: tests/checkpoints/test_destination.py
     "{value} is the working directory or a mount point, which cannot be replaced; pass an empty folder or a new one",
     "{value} was empty, and holds {value} now; choose another destination",
@@ -173,7 +173,7 @@ NEVER_SEEN = {
     "the file ends {value} bytes too early",
     "tensor {value} is in two files: {value} and {value}",
     "the global scale is {value}, which has no reciprocal to store",
-    "{value} has a zero point, which no format here has",
+    "{value} has a zero point, which is not supported",
     # raised inside transformers' from_pretrained: tests/integrations/test_transformers.py
     "{value}: the checkpoint lacks {value}{value}",
     "this model was quantized tensor by tensor; its configuration names no format",
@@ -185,7 +185,7 @@ NEVER_SEEN = {
     # of the command, which prints them as one line: tests/cli
     "{value} and {value} have no tensor of the same name: {value} and {value}; compare two checkpoints of one model",
     "{value} trains, and stores no codes; pass a format such as mxfp8-weight-only",
-    "the layout {value} is only read; choose one of {value}",
+    "the layout {value} can only be read; choose one of {value}",
     "{value} is not a device; pass cpu or cuda",
     "{value} is not a whole number of at least {value}",
     "--device {value}: torch finds no CUDA device here",
