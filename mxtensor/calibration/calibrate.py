@@ -20,7 +20,7 @@ from ..core.progress import with_progress
 from ..tensor.attributes import set_attributes, user_attributes
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
-from .blocks import Stream, say_what_saw_nothing
+from .blocks import Stream, warn_of_layers_without_input
 from .edits import Edit, in_place, restore
 from .layers import calibrated
 from .methods import Step, Steps, steps_of
@@ -74,7 +74,7 @@ def calibrate(
     batches = list(data)
     stream = Stream(model, batches, layers)
     fqns = [layers[layer].fqn for layer in stream.without_input]
-    say_what_saw_nothing("calibrate", fqns, len(layers), "are rounded by their values alone")
+    warn_of_layers_without_input("calibrate", fqns, len(layers), "are rounded by their values alone")
     saved = None if state is None else State(Path(state), model, batches, changes, steps)
     done = _all_blocks(model, stream, layers, steps, saved)
     made = {name: weight for name, weight in done.items() if isinstance(weight, MXTensor)}

@@ -19,7 +19,7 @@ from ..core.arguments import INTEGER, MODULE, POSITIVE, TEXT, check, described
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
-from .blocks import Stream, say_what_saw_nothing
+from .blocks import Stream, warn_of_layers_without_input
 from .layers import calibrated, oriented
 from .one_block import weight_of
 from .sensitivity import Candidate, Sensitivity, frozen
@@ -88,7 +88,7 @@ def plan(
     with frozen(model):
         stream = Stream(model, batches, layers)
         unseen = [layers[layer] for layer in stream.without_input]
-        say_what_saw_nothing("plan", unseen, len(layers), "have errors that are estimated from their values")
+        warn_of_layers_without_input("plan", unseen, len(layers), "have errors that are estimated from their values")
         sensitivity = Sensitivity(stream, list(layers), lambda layer: candidates_of(changes[layers[layer]]))
         device = weight_of(next(iter(changes.values()))).device
         generator = torch.Generator(device).manual_seed(seed)

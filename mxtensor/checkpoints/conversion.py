@@ -18,7 +18,7 @@ from ..numerics.formats import Orientation, Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
-from .destination import check_apart
+from .destination import check_separate
 from .known import Known
 from .layout import Layout, Written
 from .matrices import matrix_orientation
@@ -153,7 +153,7 @@ def convert(
     """
     chosen = writable(layout, destination)
     with opened(source) as checkpoint:
-        check_apart(destination, source, *{stored.file for stored in checkpoint.tensors.values()})
+        check_separate(destination, source, *{stored.file for stored in checkpoint.tensors.values()})
         before, checkpoint.maps = layout_of(checkpoint), True
         report = Conversion(before.name, chosen.name)
         entries = before.entries(checkpoint)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checkpoints import convert as convert_checkpoint
 from ..checkpoints import store
-from ..checkpoints.destination import check_apart
+from ..checkpoints.destination import check_separate
 from ..checkpoints.gguf import GGUF
 from ..checkpoints.registry import layout_of, opened
 from ..checkpoints.source import Encoded
@@ -28,7 +28,7 @@ from .plan import read_plan
 def convert(arguments: argparse.Namespace) -> int:
     """``quantize`` and ``convert``."""
     plan = read_plan(arguments.plan) if getattr(arguments, "plan", None) is not None else None
-    check_apart(arguments.output, arguments.source)  # of a GGUF file, convert sees a temporary folder
+    check_separate(arguments.output, arguments.source)  # of a GGUF file, convert sees a temporary folder
     store.check_destination(arguments.output, arguments.layout, arguments.overwrite)  # loading takes longer
     with ExitStack() as stack:
         source: str | Path = arguments.source

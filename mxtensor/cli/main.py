@@ -16,9 +16,9 @@ from ..checkpoints.gguf_reader import headers_cached
 from ..core.progress import progress_bars
 from . import doctor, files, measure, plan, tune
 from .arguments import ARGUMENTS
-from .output import FAILED, INTERRUPTED, WRONG, is_terminal, note, told, warnings_as_notes
+from .output import FAILED, INTERRUPTED, WRONG, is_terminal, message_of, note, warnings_as_notes
 from .quiet import quiet_imports
-from .spelling import spelled
+from .spelling import in_options
 
 NAMES = {"count": "--tokens"}
 """Arguments of functions that an option of the command has another name for."""
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = None  # nothing to flush at the end
         return FAILED
     except EXPECTED as error:
-        note(f"error: {spelled(told(error), options)}")
+        note(f"error: {in_options(message_of(error), options)}")
         return FAILED
     except KeyboardInterrupt:
         note("interrupted; the destination was not written" if hasattr(chosen, "output") else "interrupted")

@@ -130,11 +130,11 @@ def _uses(model: nn.Module) -> dict[int, str]:
     return uses
 
 
-def say_what_is_left(model: nn.Module) -> None:
-    """Log one sentence about heads and embeddings that stay in high precision, if they are much of the model.
+def warn_of_unquantized_heads(model: nn.Module) -> None:
+    """Log a warning about heads and embeddings that stay in high precision, if they are a large part of the model.
 
-    They set the size of a small language model: 4.25 bits of its layers are more bits over all of it. The sentence is a
-    warning of the logger ``mxtensor``, which Python prints to stderr unless a handler is set.
+    They dominate the size of a small language model, which then has more bits per value than its layers. The warning is
+    one of the logger ``mxtensor``, which Python prints to stderr unless a handler is set.
     """
     size = model_size(model)
     left = [group for group in size.groups if not group.quantized and group.use in (HEAD, TIED, LOOKUP)]

@@ -24,7 +24,7 @@ from .choose import choose
 from .configs import Config, NVFP4DynamicActivationNVFP4WeightConfig
 from .heads import heads
 from .instance_methods import count_codes, show_format
-from .model_size import say_what_is_left
+from .model_size import warn_of_unquantized_heads
 from .plan import Change, planned
 from .qat import QATConfig, QATStep, prepare, prepared_changes, qat_config_of, restore
 from .static_inputs import static_config_of
@@ -92,7 +92,7 @@ def quantize_(
     for weight in left_out:
         _training("left_out").watch(weight.module, weight.name)
     if any(not change.recipe.trains for change in changes) and not include_head and filter_fn is None:
-        say_what_is_left(model)
+        warn_of_unquantized_heads(model)
     return model
 
 

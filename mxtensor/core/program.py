@@ -154,12 +154,12 @@ class _Writer:
         self.lines: list[str] = []
         self.addresses: set[int] = set()
 
-    def name(self, thing: Any) -> str:
+    def name(self, obj: Any) -> str:
         """The name of an object in the source."""
-        if id(thing) not in self._known:
+        if id(obj) not in self._known:
             name = f"k{len(self.names)}"
-            self._known[id(thing)], self.names[name] = name, thing
-        return self._known[id(thing)]
+            self._known[id(obj)], self.names[name] = name, obj
+        return self._known[id(obj)]
 
     def text(self, x: Any) -> str:
         """An argument, tensors by their names."""

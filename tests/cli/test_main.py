@@ -13,7 +13,7 @@ import mxtensor as mx
 from mxtensor.checkpoints import store
 from mxtensor.cli import files
 from mxtensor.cli.main import COMMANDS, main
-from mxtensor.cli.spelling import spelled
+from mxtensor.cli.spelling import in_options
 from tests.checkpoints.test_peers import checkpoint
 
 STATE = {"model.layers.0.q_proj.weight": torch.randn(64, 64), "lm_head.weight": torch.randn(32, 64)}
@@ -115,7 +115,7 @@ def test_messages_name_options(text, wanted):
     options = {
         name: f"--{name.replace('_', '-')}" for name in ("overwrite", "format", "include_head", "max_shard_bytes")
     }
-    assert spelled(text, options) == wanted
+    assert in_options(text, options) == wanted
 
 
 WRONG = [

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .disk_cache import find, forget, say_once, store
+from .disk_cache import find, forget, store, warn_once
 
 
 def compiler() -> list[str] | None:
@@ -56,7 +56,7 @@ def load(
             loaded = _loaded(cached[0], symbols)
             if not isinstance(loaded, str):
                 return loaded
-            say_once(f"{loaded}: it is built again")
+            warn_once(f"{loaded}: it is built again")
             forget(cached[0])
 
         def build(built: Path) -> None:
