@@ -95,7 +95,7 @@ class _Casts:
     written: Written
     report: Conversion
     unfit: list[str] = field(default_factory=list)
-    """Tensors of other dimensions than the layout holds, that are no stacks of experts."""
+    """Tensors with other numbers of dimensions than the layout stores, except for stacks of experts."""
 
     def of(self, name: str, value: Tensor) -> Tensor:
         """The tensor that is stored: ``value`` itself if it stays as it is."""

@@ -1,6 +1,6 @@
 """Where a checkpoint is written: a folder beside the destination, whose content is moved to it at the end.
 
-The destination is whole or absent: an error or an interrupt removes what was being written.
+The destination is complete or does not exist: an error or an interrupt removes what was being written.
 """
 
 from __future__ import annotations

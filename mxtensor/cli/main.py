@@ -163,7 +163,7 @@ def _usage_of(chosen: argparse.Namespace) -> str | None:
     if chosen.command == "quantize" and (chosen.format is None) == (chosen.plan is None):
         return "pass either --format, or --plan with the file of a plan"
     if chosen.command == "quantize" and chosen.plan is not None and chosen.include_head:
-        return "--include-head belongs to --format; a plan says itself what happens to the head"
+        return "--include-head is for --format; a plan has its own format for the head"
     if chosen.command == "report" and chosen.text is not None and chosen.inputs is not None:
         return "pass --text or --inputs, not both"
     return None

@@ -21,7 +21,7 @@ from .weights import KINDS
 _log = logging.getLogger("mxtensor")
 
 NOTABLE = 0.1
-"""``quantize_`` says a sentence if heads and embeddings in high precision are more than this share of the values."""
+"""``quantize_`` warns if heads and embeddings in high precision are more than this fraction of the values."""
 HEAD, TIED, LOOKUP, LAYER, REST = "head", "head and embedding", "embedding", "layers", "other parameters"
 ORDER = (LAYER, TIED, HEAD, LOOKUP, REST)
 

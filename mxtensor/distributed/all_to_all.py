@@ -7,7 +7,8 @@
 
 What a quantized product takes next is sent as codes: the input of fprop and the gradient of dgrad. Their casts have
 blocks of one row and scales that are powers of two, so that the layer's own cast of the received values gives the same
-values again. What the experts return is no operand of a product; it is sent as values unless ``quantize_combined``.
+values again. The results of experts are not operands of a product: they are sent as values unless
+``quantize_combined``.
 """
 
 from __future__ import annotations

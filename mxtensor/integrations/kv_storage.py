@@ -152,7 +152,7 @@ class KVStorage(Pickled):
         """Allocate memory for tokens like ``x``.
 
         Raises TypeError for another dtype than those that casts take, ValueError for other dimensions and for heads
-        whose codes are no whole bytes.
+        whose codes are not whole bytes.
         """
         check_states(x, self.cast.format)
         if self.first is not None and (self.length or same_sizes(x, self.first)):

@@ -1,4 +1,4 @@
-"""What a cast can be told by name: orientation, rule for scales, rounding, and how NVFP4 chooses its block scales."""
+"""Options of a cast, by name: orientation, scale rule, rounding, and how NVFP4 chooses its block scales."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """TransformerEngine's quantizers, by its names and arguments.
 
 Each gives the same bits as ``mxtensor.quantize`` with its format. All except ``Float8Quantizer`` are stateless. Any
-shape can be quantized without padding: a tail shorter than a block is a block of its own.
+shape can be quantized without padding: the last block may be shorter.
 """
 
 from __future__ import annotations

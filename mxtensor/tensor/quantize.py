@@ -44,7 +44,7 @@ def quantize(
         check("quantize", "seed", seed, SEED)
     try:
         recipe = _recipe(format, scaling, rounding, seed)
-    except TypeError:  # what cannot be hashed is no name; this raises with the sentence for it
+    except TypeError:  # an object that cannot be hashed is not a name; this raises the error for it
         recipe = LinearRecipe.inference(Cast.of(format, scaling, rounding, seed))
     default = isinstance(orientation, str) and orientation == "rowwise"  # an array compares with each of its entries
     copies = Orientation.ROWWISE if default else Orientation.of(orientation)

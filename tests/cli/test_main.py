@@ -16,7 +16,11 @@ from mxtensor.cli.main import COMMANDS, main
 from mxtensor.cli.spelling import in_options
 from tests.checkpoints.test_peers import checkpoint
 
-STATE = {"model.layers.0.q_proj.weight": torch.randn(64, 64), "lm_head.weight": torch.randn(32, 64)}
+RANDOM = torch.Generator().manual_seed(0)
+STATE = {
+    "model.layers.0.q_proj.weight": torch.randn(64, 64, generator=RANDOM),
+    "lm_head.weight": torch.randn(32, 64, generator=RANDOM),
+}
 
 
 @pytest.fixture
@@ -150,7 +154,7 @@ WRONG = [
     (1, ("quantize", "NONE", "-o", "OUT", "--format", "mxfp4"), "has no matrix of a layer, except for embeddings"),
     (1, ("quantize", "SRC", "-o", "OUT", "--plan", "EMPTY"), "<EMPTY> was not written by mx.Plan.save: it has no "),
     (1, ("quantize", "SRC", "-o", "OUT", "--plan", "SRC/a"), "No such file or directory: '<SRC/a>'"),
-    (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--include-head"), "--include-head belongs to --format"),
+    (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--include-head"), "--include-head is for --format"),
     (1, ("eval", "SRC", "--text", "/none.txt"), "--text: /none.txt does not exist; pass a text file"),
     (1, ("eval", "SRC", "--text", "DIR"), "<DIR> is a folder; pass a text file"),
     (

@@ -181,7 +181,7 @@ def test_typed_prompts_go_on_until_an_empty_line(small, capsys, monkeypatch):
 
 
 def test_a_long_conversation_forgets_its_first_turns(small, monkeypatch):
-    monkeypatch.setattr(chat, "LONGEST", 120)
+    monkeypatch.setattr(chat, "MAX_TOKENS", 120)
     talk = chat.Chat(*small, "Be short.", 0.0, 3)
     for i in range(4):
         talk.answer(f"{i}" * 30)

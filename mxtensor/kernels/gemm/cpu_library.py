@@ -171,7 +171,7 @@ class Library:
 
 @cache
 def library() -> Library | str:
-    """The op, or the sentence that says why there is none."""
+    """The op, or the reason why it is not available."""
     # In other threads: two compilers run at once, and no mode of the caller, who may be tracing, changes the tables.
     with ThreadPoolExecutor(2) as pool:
         kernels = pool.submit(load_kernels)

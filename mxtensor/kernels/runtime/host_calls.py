@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 @cache
 def module() -> Any:
-    """The compiled module, or a sentence that says why there is none."""
+    """The compiled module, or the reason why it is not available."""
     if sys.platform != "linux":
         return f"host_calls.c is for Linux, not {sys.platform}"
     include = sysconfig.get_paths()["include"]
