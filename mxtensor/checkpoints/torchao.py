@@ -29,7 +29,6 @@ from .torchao_tensors import CLASSES, ELEMENTS, tensor_of
 from .transformers_names import names_in_files
 
 NAME = "torchao"
-_TYPES = ("Tensor", *CLASSES)
 _OPTIONAL = ("per_tensor_scale",)
 STATIC = "act_per_tensor_scale"
 """The scale of a static activation: as ModelOpt's input_scale, amax / 2688, which multiplies."""
