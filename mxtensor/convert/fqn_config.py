@@ -47,7 +47,7 @@ class FqnToConfig(KnownFields):
                 )
         if one and other and one != other:
             raise ValueError(
-                f"{type(self).__name__}: fqn_to_config and module_fqn_to_config differ; give one of the two"
+                f"{type(self).__name__}: fqn_to_config and module_fqn_to_config differ; pass only one of them"
             )
         for key in one or other:
             _compiled(key)

@@ -72,7 +72,7 @@ class MXFP8Linear(nn.Linear):
             )
         if config is not None and block_size not in (32, config.block_size):
             raise ValueError(
-                f"MXFP8Linear: block_size is {block_size}, that of config {config.block_size}; give one of the two"
+                f"MXFP8Linear: block_size is {block_size}, that of config {config.block_size}; pass only one of them"
             )
         config = MXFP8Config(block_size) if config is None else config
         super().__init__(in_features, out_features, bias, device, dtype)

@@ -134,7 +134,7 @@ def _warn(model: nn.Module, changes: Sequence[Change], left_out: Sequence[Weight
         return
     done = any(isinstance(parameter, MXTensor) for parameter in model.parameters())
     why = (
-        "its weights are quantized already, and frozen; quantize the model anew from its high-precision values"
+        "its weights are quantized already, and frozen; to change the format, quantize the high-precision model"
         if done
         else f"no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} passed the filter"
     )

@@ -111,7 +111,7 @@ class NVFP4Quantizer(Quantizer):
             )
         if not with_random_sign_mask and signs not in (0, RANDOM_SIGNS):
             raise ValueError(
-                f"NVFP4Quantizer: with_random_sign_mask=False is signs=0, and signs is {signs}; give one of the two"
+                f"NVFP4Quantizer: with_random_sign_mask=False is signs=0, and signs is {signs}; pass only one of them"
             )
         signs = signs if with_random_sign_mask else 0
         for name, given in (("row_scaled_nvfp4", row_scaled_nvfp4), ("nvfp4_use_4over6", nvfp4_use_4over6)):

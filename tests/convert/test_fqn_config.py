@@ -99,7 +99,7 @@ def test_names_that_match_nothing_are_named():
         (lambda: mx.FqnToConfig({"re:(": "mxfp8"}), None, ValueError, "is not a valid regular expression"),
         (lambda: mx.FqnToConfig({3: "mxfp8"}), None, TypeError, "with strings as keys"),
         (lambda: mx.FqnToConfig("mxfp8"), None, TypeError, "takes a dict of names"),
-        (lambda: mx.FqnToConfig({"a": "mxfp8"}, {"a": "mxfp4"}), None, ValueError, "differ; give one of the two"),
+        (lambda: mx.FqnToConfig({"a": "mxfp8"}, {"a": "mxfp4"}), None, ValueError, "differ; pass only one of them"),
         (lambda: mx.FqnToConfig({"a": "mxfp8"}), lambda m, n: True, ValueError, "leave filter_fn out"),
         (lambda: mx.FqnToConfig({"a": "mxfp8", "b": "mxfp4"}), None, ValueError, "a.weight and b.weight are one"),
     ],
