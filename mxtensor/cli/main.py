@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "plan": Command(
         plan.make_plan,
-        "choose a format for each weight of a language model under a budget of bits, by errors on a text",
+        "choose a format for each weight of a language model under a budget of bits, by errors measured on a text",
         (
             "mxtensor plan ./SmolLM2 --text book.txt --tokens 8192 --bits 5.0 -o plan.json",
             "mxtensor plan ./SmolLM2 --text book.txt --format mxfp4-weight-only mxfp8-weight-only --bits 6",
@@ -101,7 +101,7 @@ COMMANDS = {
     ),
     "tune": Command(
         tune.tune,
-        "measure which kernels are the fastest for the layers of a checkpoint on this GPU, and keep the result",
+        "measure which kernels are the fastest for the layers of a checkpoint on this GPU, and store the result",
         (
             "mxtensor tune ./SmolLM2-mxfp8",
             "mxtensor tune ./SmolLM2 --format mxfp8-weight-only --rows 1 8 --dry-run",
@@ -110,7 +110,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         doctor.doctor,
-        "show versions, devices, the cache and which kernels run here, each checked by a product",
+        "show versions, devices, the cache and the kernels that run here, each tested with a product",
         ("mxtensor doctor", "mxtensor doctor --json"),
         ("json",),
     ),
