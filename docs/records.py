@@ -234,7 +234,7 @@ def decode() -> str:
 
     def beside_peers(rows: list[bench.DecodeRow]) -> list[str]:
         return [
-            "Beside peers, at {}x{}, times as fast as bfloat16:".format(*bench.PEER_SHAPE),
+            "Comparison with other libraries, at {}x{}, times as fast as bfloat16:".format(*bench.PEER_SHAPE),
             table(", ".join(["rows", *(name.replace(",", "") for name in bench.peer_names())]), bench.peer_lines(rows)),
         ]
 

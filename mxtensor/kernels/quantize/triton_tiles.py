@@ -23,7 +23,7 @@ ROUND: dict[bool, Tile] = {False: (2, 512, 2), True: (32, 128, 4)}
 """Whether blocks run along columns (too) -> (rows, pairs of columns, warps) of a program that fake quantizes bfloat16;
 not measured."""
 TRANSPOSE: Tile = (32, 64, 4)
-"""(groups of four rows, columns, warps) of the cast with one scale a tensor that stores the transpose; not measured."""
+"""(groups of four rows, columns, warps) of the cast with one scale per tensor that stores the transpose."""
 DECODE: dict[int, Tile] = {8: (2, 1024, 2), 6: (2, 1024, 2), 4: (2, 1024, 2)}
 """Bits of a code -> (rows, columns, warps) of a program that dequantizes."""
 AMAX: tuple[int, int, int] = (4096, 4, 8)
