@@ -5,13 +5,13 @@
 | ``cast`` | how near do casts come to the copy bandwidth, and to torchao? | yes |
 | ``linear`` | how long does a quantized linear layer take beside bfloat16 and torchao? | yes |
 | ``decode`` | the same at few rows of activations, beside gemlite and torchao | yes |
-| ``decode_model`` | how many tokens a second does a Llama 3 8B decode in each format? | yes |
+| ``decode_model`` | how many tokens per second does a Llama 3 8B decode in each format? | yes |
 | ``train_linear`` | how long do forward and backward of a linear layer take, and how much memory? | yes |
 | ``users`` | what users run: host time, layers of public models, ``generate``, training steps, the first token | yes |
 | ``fsdp`` | what does FSDP2 training gain from gathering codes instead of values? | yes (``--quick``: no) |
 | ``host`` | how much host time does one eager call take? | no (``--cuda``: yes) |
 | ``cpu`` | how long do casts and linear layers take on a CPU, beside torchao? | no |
-| ``llm_cpu`` | how many tokens a second do language models decode on a CPU, beside torchao and llama.cpp? | no |
+| ``llm_cpu`` | how many tokens per second do language models decode on a CPU, beside torchao and llama.cpp? | no |
 | ``models`` | what works in transformers' models after ``quantize_``? | no |
 | ``parity`` | does quantized training reach the loss of bfloat16, and which ingredients does it need? | yes |
 | ``estimate`` | when does computation hide the communication of FSDP2? Calculated, not measured | no |

@@ -64,7 +64,7 @@ class Row:
     format: str
     method: str
     bits: float
-    """Stored bits a value over the whole model."""
+    """Stored bits per value over the whole model."""
     seconds: float
     """Of the calibration, wall time."""
     quality: dict[str, Quality]
@@ -125,7 +125,7 @@ def read(path: Path) -> list[Row]:
 
 HEADER = [
     "format", "method", "bits/value", "seconds",
-    *(f"{name}: {figure}" for name in WINDOWS for figure in ("perplexity", "KL", "share of KL gone")),
+    *(f"{name}: {figure}" for name in WINDOWS for figure in ("perplexity", "KL", "KL removed")),
 ]  # fmt: skip
 
 

@@ -210,14 +210,14 @@ def _prefill(row: ModelRow) -> float:
 
 
 TARGETS = (
-    Target("mxfp8, tokens a second over bfloat16", ">=", 1.6, ratio_to_base(_speed, "mxfp8", "mxfp8-weight-only")),
-    Target("mxfp4, tokens a second over bfloat16", ">=", 2.3, ratio_to_base(_speed, "mxfp4-weight-only")),
+    Target("mxfp8, tokens per second over bfloat16", ">=", 1.6, ratio_to_base(_speed, "mxfp8", "mxfp8-weight-only")),
+    Target("mxfp4, tokens per second over bfloat16", ">=", 2.3, ratio_to_base(_speed, "mxfp4-weight-only")),
     Target("mxfp8, bytes of weights over bfloat16", "<=", 0.53, ratio_to_base(_bytes, "mxfp8", "mxfp8-weight-only")),
     Target("mxfp4, bytes of weights over bfloat16", "<=", 0.30, ratio_to_base(_bytes, "mxfp4-weight-only")),
     Target("prefill of 4096 tokens over bfloat16", "<=", 1.06, ratio_to_base(_prefill, *CONFIGS[1:])),
 )
 HEADER = [
-    "config", "tokens/s", "over bf16", "ms a token", "weights GB", "over bf16", "prefill ms", "over bf16", "kernels",
+    "config", "tokens/s", "over bf16", "ms per token", "weights GB", "over bf16", "prefill ms", "over bf16", "kernels",
 ]  # fmt: skip
 
 

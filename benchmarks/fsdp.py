@@ -184,11 +184,11 @@ def ratio_to(base: str, figure: Callable[[FsdpRow], float]) -> Figures:
 
 
 TARGETS = (
-    Target("tokens a second over a gather of values", ">=", 1.0, ratio_to(VALUES, lambda row: row.tokens_a_second)),
+    Target("tokens per second over a gather of values", ">=", 1.0, ratio_to(VALUES, lambda row: row.tokens_a_second)),
     Target("peak memory over a gather of values", "<=", 1.0, ratio_to(VALUES, lambda row: row.peak_bytes)),
     Target("bytes gathered over a gather of values", "<=", 0.6, ratio_to(VALUES, lambda row: row.gathered_bytes)),
 )
-HEADER = ["config", "tokens/s", "over bf16", "ms a step", "peak GB", "gathered MB a step"]
+HEADER = ["config", "tokens/s", "over bf16", "ms per step", "peak GB", "gathered MB per step"]
 
 
 def lines(rows: Sequence[FsdpRow]) -> list[list[str]]:

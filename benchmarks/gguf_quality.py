@@ -63,7 +63,7 @@ def values_of(path: Path, model: Any) -> dict[str, Tensor]:
 
 
 def quantized(model: Any, folder: Path, name: str) -> tuple[Any, float, str]:
-    """A copy of a Llama with the values of the preset ``name``, its bits a value, and the types of its matrices."""
+    """A copy of a Llama with the values of the preset ``name``, its bits per value, and the types of its matrices."""
     import gguf
 
     source = folder / "model.F32.gguf"

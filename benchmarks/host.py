@@ -17,7 +17,7 @@ CALLS = 500
 """Timed at a time: fewer than the launches that CUDA queues before it makes the host wait."""
 SIZE, DECODING = 64, 4096
 """Rows and columns of the weight, on CPU and with ``--cuda``."""
-HEADER = ["work", "contender", "us a call", "over plain"]
+HEADER = ["work", "contender", "us per call", "over plain"]
 CONTENDERS = {"weight-only": "mxfp8-weight-only", "activations": "mxfp8"}
 FORMATS = {name: name for name in ("mxfp8", "mxfp8-weight-only", "mxfp4", "mxfp4-weight-only", "nvfp4", "mxfp6")}
 
@@ -53,7 +53,7 @@ def cells(row: Row) -> list[list[str]]:
 
 
 def main() -> None:
-    """Print microseconds a call, and those above plain torch."""
+    """Print microseconds per call, and those above plain torch."""
     options = parser(__doc__ or "")
     options.add_argument("--cuda", action="store_true", help="a decoding layer on a GPU")
     args = options.parse_args()

@@ -88,7 +88,7 @@ def ours(config: str, pairs: Pairs) -> Callable[[LinearRow], Prepare]:
 
 
 def cold_pairs(m: int, n: int, k: int, device: str) -> Pairs:
-    """Activations and weights, as many as keep each other out of the cache, even in four bits a weight."""
+    """Activations and weights, as many as keep each other out of the cache, even in four bits per weight."""
     return [
         (
             torch.randn(m, k, dtype=torch.bfloat16, device=device),

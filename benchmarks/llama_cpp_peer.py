@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 TYPES = ("Q8_0", "MXFP4", "Q4_1")
-"""Types of weights that are made here: 8.5, 4.25 and 5 bits a weight."""
+"""Types of weights that are made here: 8.5, 4.25 and 5 bits per weight."""
 
 
 def write_gguf(model: Any, path: Path, weight_type: str) -> Path:

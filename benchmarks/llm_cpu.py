@@ -54,7 +54,7 @@ PLAIN = ("bfloat16", "float32")
 TORCHAO = "torchao int8"
 FORMATS = ("mxfp8-weight-only", "mxfp4-weight-only", "nvfp4-weight-only")
 EQUAL_BITS = {"mxfp8-weight-only": "llama.cpp Q8_0", "mxfp4-weight-only": "llama.cpp MXFP4"}
-"""Our format -> the type of llama.cpp at about the same bits a weight (8.25 and 8.5; 4.25 and 4.25)."""
+"""Our format -> the type of llama.cpp at about the same bits per weight (8.25 and 8.5; 4.25 and 4.25)."""
 MODELS, MODES = ("smollm2", "llama-1b"), ("eager", "attention", "compiled")
 """``attention``: eager, our formats with ``attn_implementation="mxtensor"``. ``compiled``: the model as one graph."""
 PROMPT, CONTEXT = 16, 256
@@ -324,7 +324,7 @@ TARGETS = (
     Target("over llama.cpp at equal bits", ">=", 0.8, over_llama_cpp),
     Target("share of the bandwidth, 1B model, batch 1", ">=", 0.7, share_of_bandwidth),
 )
-HEADER = ["work", "contender", "ms a step", "tokens/s", "over plain", "over llama.cpp", "of bandwidth"]
+HEADER = ["work", "contender", "ms per step", "tokens/s", "over plain", "over llama.cpp", "of bandwidth"]
 
 
 def _number(value: float, digits: int = 2) -> str:

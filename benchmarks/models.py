@@ -309,7 +309,8 @@ def rows(names: Collection[str] = ()) -> list[Row]:
 
 # ---------------------------------------------------------------------------------------------- the table
 
-HEADER = ("model", "layers quantized", "bits a weight", *(f"error {f}" for f in FORMATS), "compiled", "loaded", "LoRA")
+ERRORS = (f"error {f}" for f in FORMATS)
+HEADER = ("model", "layers quantized", "bits per weight", *ERRORS, "compiled", "loaded", "LoRA")
 RECORD = Path(__file__).parent / "results" / "models.json"
 
 

@@ -66,10 +66,10 @@ ARMS: dict[str, Arm] = {
     "mxfp8-same": Arm(
         "dgrad and wgrad with the values of fprop", partial(MXFP8BlockScaling, backward_override="dequantized")
     ),
-    "float8-current": Arm("float8, one scale a tensor, E5M2 gradients", Float8CurrentScaling),
-    "float8-e4m3": Arm("float8, one scale a tensor, E4M3 gradients", partial(Float8CurrentScaling, Format.E4M3)),
+    "float8-current": Arm("float8, one scale per tensor, E5M2 gradients", Float8CurrentScaling),
+    "float8-e4m3": Arm("float8, one scale per tensor, E4M3 gradients", partial(Float8CurrentScaling, Format.E4M3)),
     "float8-power-2": Arm(
-        "float8, one scale a tensor, a power of two", partial(Float8CurrentScaling, use_power_2_scales=True)
+        "float8, one scale per tensor, a power of two", partial(Float8CurrentScaling, use_power_2_scales=True)
     ),
     "mxfp6": Arm("E2M3", MXFP6BlockScaling),
     "nvfp4": Arm("rotation, stochastic rounding, 16x16 tiles of weights", NVFP4BlockScaling),

@@ -290,7 +290,7 @@ def draw_train_linear(machine: dict[str, Any], rows: Sequence[train_linear.Train
 
 
 def draw_quality(machine: dict[str, Any], rows: Sequence[quality.Row]) -> Any:
-    """KL over bits a value."""
+    """KL over bits per value."""
     figure = _figure(11.0, 5.6)
     quality_plot.fill(figure, rows)
     _title(figure, "Bits against KL divergence (lower left is better)", machine)

@@ -52,7 +52,7 @@ class Row:
     format: str
     method: str
     bits: float
-    """Stored bits a value over the whole model."""
+    """Stored bits per value over the whole model."""
     sequences: int
     """That calibrated it, or that the plan was measured on; 0: none."""
     quality: dict[str, Quality]
@@ -65,7 +65,7 @@ class Row:
 
 
 Made = Callable[[], tuple[nn.Module, float]]
-"""Makes (the quantized model, its bits a value)."""
+"""Makes (the quantized model, its bits per value)."""
 
 
 class Contenders:

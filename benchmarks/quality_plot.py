@@ -1,4 +1,4 @@
-"""The picture of ``benchmarks.quality``: KL over bits a value. Drawn by ``python -m benchmarks.plots``."""
+"""The picture of ``benchmarks.quality``: KL over bits per value. Drawn by ``python -m benchmarks.plots``."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def fill(figure: Any, rows: Sequence[Row]) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.margins(x=0.16, y=0.08)
         axes.set_title(text, fontsize=10.5)
-        axes.set_xlabel("bits a value, over the whole model", fontsize=9.5)
+        axes.set_xlabel("bits per value, over the whole model", fontsize=9.5)
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("KL, nats a token (logarithmic)", fontsize=9.5)
+    panels[0].set_ylabel("KL, nats per token (logarithmic)", fontsize=9.5)
 
 
 def keys(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:

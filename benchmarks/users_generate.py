@@ -228,7 +228,7 @@ HEADER = [
     "format",
     "tokens/s",
     "over bf16",
-    "ms a step",
+    "ms per step",
     f"prompt + {SHORT} tokens ms",
     "first call s",
 ]

@@ -154,7 +154,7 @@ def step_row(name: str, size: Size, mode: str, args: Any, progress: Progress) ->
     return row
 
 
-HEADER = ["layers x width", "mode", "recipe", "ms a step", "tokens/s", "over bf16", "over bf16 eager", "first step s"]
+HEADER = ["layers x width", "mode", "recipe", "ms per step", "tokens/s", "over bf16", "over bf16 eager", "first step s"]
 
 
 def lines(rows: Sequence[StepRow]) -> list[list[str]]:

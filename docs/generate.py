@@ -101,7 +101,7 @@ def formats() -> str:
                 f"{block(f.block[0])} x {block(f.block[1])}", scale, f"{f.bits_per_value:.4g}",
             )
         )  # fmt: skip
-    return table("format, other names, element, largest, block, scale, bits a value", body)
+    return table("format, other names, element, largest, block, scale, bits per value", body)
 
 
 def layouts() -> str:

@@ -53,7 +53,7 @@ PICTURES = {
     "cast": "Share of the copy bandwidth that each cast reaches, by format and size",
     "decode": "Time of a linear layer over the number of rows, bfloat16 and weight-only MXFP8 and MXFP4",
     "linear": "Time of a linear layer over that of bfloat16, by format and shape",
-    "quality": "KL divergence over bits a value, by library, format and method",
+    "quality": "KL divergence over bits per value, by library, format and method",
     "train_linear": "Time of forward and backward of a linear layer over that of bfloat16, by recipe and shape",
 }
 """What benchmarks/plots.py draws of a record, in words."""
@@ -234,7 +234,7 @@ def decode() -> str:
 
     def beside_peers(rows: list[bench.DecodeRow]) -> list[str]:
         return [
-            "Beside peers, at {}x{}, times as fast as bfloat16:".format(*bench.PEER_SHAPE),
+            "Comparison with other libraries, at {}x{}, times as fast as bfloat16:".format(*bench.PEER_SHAPE),
             table(", ".join(["rows", *(name.replace(",", "") for name in bench.peer_names())]), bench.peer_lines(rows)),
         ]
 
@@ -310,7 +310,7 @@ def figures() -> str:
     decoded = {line[0]: line for line in decode_model.lines(models)}
     for what, unit, column, faster in (
         ("Weights of a model with the shape of Llama 3 8B", "GB", 4, False),
-        (f"Its layers as one graph, batch 1, one {_short(machine)}", "tokens/s", 1, True),
+        (f"Decoding with its layers in one CUDA graph, batch 1, one {_short(machine)}", "tokens/s", 1, True),
     ):
         base = float(decoded["bfloat16"][column])
         add(what, unit, base, partial(_weight_only, decoded, column), faster)

@@ -11,7 +11,7 @@ COMMAND = "python -m examples.qat --device cuda --minutes 5 --batch 64 --compile
 
 
 def qat() -> str:
-    """The quality of each stage, and how much of what calibration has left training regains."""
+    """The quality of each stage, and how much of the calibrated model's KL divergence training removes."""
     path = RESULTS / "qat.json"
     if not path.exists():
         return f"Not recorded yet: `{COMMAND}` writes the record."
@@ -28,7 +28,8 @@ def qat() -> str:
             gone = f"{1 - q['kl'] / left:.0%}" if row["weights"] == "trained" else ""
             line += [f"{q['perplexity']:.2f}", f"{q['kl']:.4f} +- {q['kl_error']:.4f}", gone]
         lines.append(line)
-    header = ["weights", "seconds", *(f"{name}: {what}" for name in names for what in ("perplexity", "KL", "KL gone"))]
+    figures = ("perplexity", "KL", "KL removed")
+    header = ["weights", "seconds", *(f"{name}: {figure}" for name in names for figure in figures)]
     options = record["arguments"]
     what = (
         f"{options['format']}; {done['steps']} steps of {options['batch']} rows of {options['window']} tokens, "

@@ -27,7 +27,7 @@ def figures_of_users(short: Callable[[dict[str, Any]], str]) -> list[tuple[str, 
     decoding = (f"{statistics.geometric_mean(each):.2f}x, at worst {min(each):.2f}x" for each in speeds)
     lines = [
         (f"Linear layers of public models, 1 to 64 rows, one {gpu}", "", *few_rows, ""),
-        (f"Experts of public models, a token of 1 to 64 sequences, one {gpu}", "", *decoding, ""),
+        (f"Experts of public models, one decoding step of 1 to 64 sequences, one {gpu}", "", *decoding, ""),
     ]
     _, rows = read_json(RESULTS / "users_generate.json", users_generate.GenerateRow)
     batches = sorted({row.batch for row in rows})

@@ -26,9 +26,9 @@ from .smollm2 import UNQUANTIZED
 NAME = "SmolLM2-135M-Instruct"
 FORMAT = "mxint8-weight-only"
 """The format with the smallest error at 8 bits: in a model this small several tokens are often nearly as likely."""
-LEAVE = ("/exit", "/quit", "")
-"""What ends the conversation."""
-LONGEST = 4096
+EXIT_INPUTS = ("/exit", "/quit", "")
+"""Inputs that end the conversation."""
+MAX_TOKENS = 4096
 """Tokens of a conversation; its first questions and answers are forgotten beyond it."""
 
 
@@ -49,7 +49,7 @@ def prompts(given: Sequence[str] | None) -> Iterator[str]:
         except EOFError:
             print(file=sys.stderr)
             return
-        if text in LEAVE:
+        if text in EXIT_INPUTS:
             return
         yield text
 
@@ -71,7 +71,7 @@ class Chat:
 
         self.messages.append({"role": "user", "content": text})
         ids = smollm2.chat_prompt(self.tokenizer, self.messages)
-        while ids.shape[1] > LONGEST and len(self.messages) > self.first + 2:
+        while ids.shape[1] > MAX_TOKENS and len(self.messages) > self.first + 2:
             del self.messages[self.first : self.first + 2]  # the first question and its answer
             ids = smollm2.chat_prompt(self.tokenizer, self.messages)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         mx.quantize_(model, args.format, include_head=args.include_head)
         model.set_attn_implementation("mxtensor")
     size = mx.model_size(model)
-    about = f"{NAME} in {args.format}: {size.nbytes / 1e6:.0f} MB, {size.bits:.2f} bits a weight"
+    about = f"{NAME} in {args.format}: {size.nbytes / 1e6:.0f} MB, {size.bits:.2f} bits per weight"
     print(about, file=sys.stderr, flush=True)
     torch.manual_seed(args.seed)
     chat = Chat(model, tokenizer, args.system, args.temperature, args.max_new_tokens)
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             begin = time.perf_counter()
             _, tokens = chat.answer(text)
             rate = tokens / (time.perf_counter() - begin)
-            print(f"({tokens} tokens, {rate:.1f} tokens a second)", file=sys.stderr, flush=True)
+            print(f"({tokens} tokens, {rate:.1f} tokens per second)", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print(file=sys.stderr)
 

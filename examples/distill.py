@@ -18,7 +18,7 @@ import mxtensor as mx
 
 TOKENS = {"cpu": 128, "cuda": 4096}
 """Tokens whose logits are in memory at once, by type of device."""
-GRADIENT = 1.0
+MAX_GRADIENT_NORM = 1.0
 """The largest norm of a gradient."""
 
 
@@ -99,9 +99,9 @@ class Distiller:
     student: Any
     teacher: Any
     rate: float
-    """Of learning, at its largest."""
+    """The peak learning rate."""
     compiled: bool = False
-    clip: float = GRADIENT
+    clip: float = MAX_GRADIENT_NORM
     head: Tensor = field(init=False)
     parameters: list[nn.Parameter] = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
@@ -137,7 +137,7 @@ class Distiller:
     def step(self, rows: Tensor, done: float, expected: Tensor | None = None) -> Tensor:
         """One step on rows of token ids; returns the divergence before it. ``done``: the share of training, 0 to 1.
 
-        The rate of learning rises for a twentieth of training, and falls like a cosine.
+        The learning rate rises during the first twentieth of training, then falls like a cosine.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * min(20 * done + 0.02, 0.5 + 0.5 * math.cos(math.pi * done))
@@ -182,7 +182,7 @@ class Batches:
         self._states: Tensor | None = None
 
     def remember(self, distiller: Distiller, batch: int) -> None:
-        """Compute the teacher's hidden states of all rows once: 2 bytes a value on the device of the teacher."""
+        """Compute the teacher's hidden states of all rows once: 2 bytes per value on the device of the teacher."""
         device, pieces = next(distiller.teacher.parameters()).device, []
         for new in self._rows.split(batch):
             rows = new if len(new) == batch else self._rows[-batch:]  # of one size, for compiled blocks

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load(args.model, args.format)
     size = mx.model_size(model)
     results = evaluate(model, tokenizer, args.tasks, args.limit, args.batch_size)
-    print(f"{args.model}: {size.nbytes / 1e6:.0f} MB, {size.bits:.2f} bits a weight\n")
+    print(f"{args.model}: {size.nbytes / 1e6:.0f} MB, {size.bits:.2f} bits per weight\n")
     print(columns(("task", "metric", "value"), rows_of(results)))
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")

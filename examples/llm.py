@@ -51,7 +51,7 @@ class Result:
 
     config: str
     bits: float
-    """Stored bits a value over the whole model."""
+    """Stored bits per value over the whole model."""
     megabytes: float
     """Of all parameters, as ``torch.save`` writes them."""
     quality: Quality
@@ -128,8 +128,8 @@ def notes(bandwidth: float, tokens: int) -> str:
     return (
         f"bits/weight and MB: over all parameters. The head, which is the embedding too, stays {UNQUANTIZED} except "
         "after\n+head, where it is quantized once for both uses.\n"
-        f"perplexity, KL (to {UNQUANTIZED}, in nats a token, +- its standard error) and same token (as the most likely "
-        f"one):\n{tokens} tokens of examples/sentences.txt in windows of {quality.WINDOW}.\n"
+        f"perplexity, KL (to {UNQUANTIZED}, in nats per token, +- its standard error) and same token (as the most\n"
+        f"likely one): {tokens} tokens of examples/sentences.txt in windows of {quality.WINDOW}.\n"
         f"tokens/s: batch 1, eager, in turn with {UNQUANTIZED}, {torch.get_num_threads()} threads. "
         f"limit: tokens/s if reading weights at the\nmeasured {bandwidth:.1f} GB/s were all the work."
     )
@@ -140,7 +140,7 @@ STYLES: tuple[dict[str, Any], ...] = ({"marker": "o"}, {"marker": "s", "markerfa
 
 
 def plot(results: Sequence[Result], path: Path) -> Path:
-    """Draw bits a weight against KL, one point for each format, and write it to ``path``; creates the folder."""
+    """Draw bits per weight against KL, one point for each format, and write it to ``path``; creates the folder."""
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
     from matplotlib.lines import Line2D
 
@@ -163,8 +163,8 @@ def plot(results: Sequence[Result], path: Path) -> Path:
             fontsize=9,
         )
     axes.set_yscale("log")
-    axes.set_xlabel("bits a weight, over the whole model")
-    axes.set_ylabel(f"KL divergence from {UNQUANTIZED} [nats a token]")
+    axes.set_xlabel("bits per weight, over the whole model")
+    axes.set_ylabel(f"KL divergence from {UNQUANTIZED} [nats per token]")
     axes.margins(x=0.12, y=0.12)
     low, high = axes.get_xlim()
     axes.set_xlim(low, high + 0.12 * (high - low))  # for the labels of the points to the right

@@ -29,7 +29,7 @@ ROOMS = {
     "training": (5, "the autograd function of linear, TrainingWeight, autocast, delayed scaling, optim"),
     "te": (6, "TransformerEngine's quantizers, attributes of its tensors, general_gemm"),
     "distributed": (6, "tensor and expert parallel, all-gather linear, distributed checkpoint"),
-    "compile": (6, "what torch.compile is told: passes, launches"),
+    "compile": (6, "extensions of torch.compile: passes, launches"),
     "nn": (7, "TransformerEngine's modules"),
     "convert": (7, "quantize_ and the configs that torchao users know"),
     "calibration": (8, "calibrate: weights rounded for the inputs that layers get; plan: a format for each"),
@@ -37,7 +37,7 @@ ROOMS = {
     "checkpoints": (8, "one file for each on-disk layout: name, detect, read, write"),
     "integrations": (9, "transformers: a quantizer in its registry, a cache; peft"),
     "cli": (10, "the command mxtensor"),
-    FACE: (11, "the public face: every mx.NAME, nothing else"),
+    FACE: (11, "the public API: every mx.NAME, nothing else"),
 }
 """Room -> its floor, what it knows."""
 

@@ -22,10 +22,10 @@ from .moments import as_the_layer_sees
 
 @dataclass(frozen=True)
 class BiasCorrection:
-    """``"bias"``: after weights are rounded, the mean error of each output is added to the bias of its layer.
+    """``"bias"``: after weights are rounded, corrects the bias of each layer by the mean error of its outputs.
 
-    ``make``: layers without a bias get one. A model of transformers that is saved with such biases loads only into
-    layers that have them: False changes layers with a bias alone.
+    ``make``: layers without a bias get one. A saved model of transformers then loads only into layers with a bias:
+    pass False to correct existing biases only.
     """
 
     make: bool = True

@@ -138,13 +138,13 @@ class Stream:
         return recorded if follow else None
 
 
-def say_what_saw_nothing(caller: str, fqns: Collection[str], of: int, so: str) -> None:
-    """Log a warning that names the weights of layers without an input, if there are any, and what they ``so`` get."""
+def warn_of_layers_without_input(caller: str, fqns: Collection[str], total: int, consequence: str) -> None:
+    """Warn of layers without an input, if there are any. ``consequence``: what happens to their weights."""
     if fqns:
         names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns))
         _log.warning(
-            f"{caller}: {len(fqns)} of {of} layers saw no input, and {so}: {names}; pass data that reaches them "
-            "(images for a vision tower, more tokens for experts), or leave them out by filter_fn. A layer whose "
+            f"{caller}: {len(fqns)} of {total} layers saw no input, and {consequence}: {names}; pass data that reaches "
+            "them (images for a vision tower, more tokens for experts), or leave them out by filter_fn. A layer whose "
             "weight the model reads without calling the layer, such as out_proj of nn.MultiheadAttention, sees none"
         )
 

@@ -20,7 +20,7 @@ from ..core.progress import with_progress
 from ..tensor.attributes import set_attributes, user_attributes
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
-from .blocks import Stream, say_what_saw_nothing
+from .blocks import Stream, warn_of_layers_without_input
 from .edits import Edit, in_place, restore
 from .layers import calibrated
 from .methods import Step, Steps, steps_of
@@ -44,18 +44,18 @@ def calibrate(
     """Quantize the linear layers of ``model`` in place, for inference, so that their outputs for ``data`` change least.
 
     ``data``: batches, each the argument of the model (such as ``input_ids``, (sequences, tokens)), a tuple of
-    arguments, or a dict of them by name. A hundred sequences of a few hundred tokens of the kind that the model will
-    read are enough for most. ``format``, ``filter_fn`` and ``include_head``: as in ``quantize_``. ``method``: the name
-    of one, an object with other settings, or a list of them: first those that scale channels, "smooth" and "awq"
+    arguments, or a dict of them by name. A hundred sequences of a few hundred tokens, like those that the model will
+    read, are usually enough. ``format``, ``filter_fn`` and ``include_head``: as in ``quantize_``. ``method``: the name
+    of a method, an object with other settings, or a list: first methods that scale channels, "smooth" and "awq"
     (``SmoothQuant``, ``AWQ``), then at most one that rounds, "gptq" or "mse" (``GPTQ``, ``BestScales``; without one,
     weights are rounded to nearest), then "bias" (``BiasCorrection``).
 
     The model runs block by block: memory holds the inputs of one block for all data, and the moments of one block's
-    layers. Layers outside of the blocks, such as a head, are calibrated after the blocks, without scaling of channels.
+    layers. Layers outside the blocks, such as a head, are calibrated after the blocks, without scaling of channels.
     Embeddings and stacked experts are rounded to nearest, as ``quantize_`` does; an embedding that shares the weight of
-    a head gets its codes. Compiled modules run eagerly meanwhile. A warning of the logger ``mxtensor`` names the layers
-    that saw no input. All weights are replaced at the end; if this raises or is interrupted, the model is as it was.
-    With ``state``, a folder, each finished block is saved there, and the same call continues after the last one.
+    a head shares its codes. Compiled modules run eagerly meanwhile. The logger ``mxtensor`` warns about layers that got
+    no input. All weights are replaced at the end; if the call raises or is interrupted, the model is unchanged. With
+    ``state``, a folder, each finished block is saved there, and the same call resumes after the last one.
 
     Raises what ``quantize_`` raises; ValueError for a recipe that trains, an unknown method, empty data, weights or
     inputs that are not finite, or a state of another calibration. Returns ``model``.
@@ -74,7 +74,7 @@ def calibrate(
     batches = list(data)
     stream = Stream(model, batches, layers)
     fqns = [layers[layer].fqn for layer in stream.without_input]
-    say_what_saw_nothing("calibrate", fqns, len(layers), "are rounded by their values alone")
+    warn_of_layers_without_input("calibrate", fqns, len(layers), "are rounded by their values alone")
     saved = None if state is None else State(Path(state), model, batches, changes, steps)
     done = _all_blocks(model, stream, layers, steps, saved)
     made = {name: weight for name, weight in done.items() if isinstance(weight, MXTensor)}

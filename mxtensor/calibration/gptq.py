@@ -1,4 +1,4 @@
-"""GPTQ for block formats: columns are rounded one by one, and each one's error is made up for by those after it.
+"""GPTQ for block formats: columns are rounded one by one, and later columns compensate for the error of earlier ones.
 
 The squared error of the outputs of a layer is ``(w - q) H (w - q)^T`` for each row, ``H`` the second moment of its
 inputs. With the inverse of ``H`` as ``U^T U``, ``U`` upper triangular (Cholesky), the best change of the columns after

@@ -18,7 +18,7 @@ from .scales import multiples_of
 from .smoothing import AWQ, Scaling, SmoothQuant
 
 CORRECT = ("auto", "model", "cast", "none")
-"""What a weight makes up for: that its input is not that of the model before, that it is rounded, or neither."""
+"""Which errors a weight compensates for: all errors of its input ("model"), the cast of its input ("cast"), or none."""
 
 
 def correction(correct: str, activation: Cast | None) -> str:
@@ -36,8 +36,8 @@ class Method(Protocol):
         """One of CORRECT, which says what ``Moments.cross`` is about."""
 
     @property
-    def looks(self) -> bool:
-        """Whether it looks at the moments of inputs."""
+    def needs_moments(self) -> bool:
+        """Whether it reads the moments of inputs."""
 
     def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
         """``w`` (rows, cols; float32) as codes and scales."""
@@ -45,16 +45,16 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class BestScales:
-    """``"mse"``: values are rounded to nearest, with the scale of each block that has the least squared error.
+    """``"mse"``: rounds values to nearest, with the scale of each block that gives the smallest squared error.
 
-    ``weighted``: errors are weighted by the mean square of the input of their column.
+    ``weighted``: weight the errors of each column by the mean square of its input.
     """
 
     weighted: bool = True
     correct = "none"
 
     @property
-    def looks(self) -> bool:
+    def needs_moments(self) -> bool:
         """See :class:`Method`."""
         return self.weighted
 
@@ -74,7 +74,7 @@ class Nearest:
     """As ``quantize_`` rounds."""
 
     correct = "none"
-    looks = False
+    needs_moments = False
 
     def operand(self, w: Tensor, cast: Cast, moments: Moments) -> Operand:
         """See :class:`Method`."""
@@ -83,19 +83,19 @@ class Nearest:
 
 @dataclass(frozen=True)
 class GPTQ:
-    """``"gptq"``: columns are rounded one by one, and each one's error is made up for by those after it.
+    """``"gptq"``: rounds columns one by one; later columns compensate for the errors of earlier ones.
 
-    ``damping``: what is added to the diagonal of the second moment of the inputs, as a share of its mean. ``search``:
-    the scale of each block has the least squared error; False: it is the one that a cast would choose. ``correct``:
-    what else the weight makes up for, by least squares before it is rounded: "model", the errors that its input has
-    from the quantized layers before and from the cast of activations; "cast", those of the cast; "none". "auto" is
-    "model" for weights only, and "none" if inputs are cast: large errors of inputs make "model" shrink the weights.
+    ``damping``: added to the diagonal of the second moment of the inputs, as a fraction of the mean of that diagonal.
+    ``search``: choose the scale of each block by its squared error; False: take the scale of a cast. ``correct``: the
+    errors of the input that the weight compensates for too, by least squares before it is rounded: "model", those from
+    earlier quantized layers and from the cast of activations; "cast", those from the cast only; "none". "auto" is
+    "model" for weight-only formats, and "none" if inputs are cast: large errors of inputs make "model" shrink weights.
     """
 
     damping: float = 0.01
     search: bool = True
     correct: str = "auto"
-    looks = True
+    needs_moments = True
 
     def __post_init__(self) -> None:
         check("GPTQ", "damping", self.damping, SHARE)

@@ -44,7 +44,7 @@ def placed(changes: Iterable[Change], weights: Mapping[str, Tensor]) -> list[Edi
 
 def quantized_block(
     stream: Stream, index: int, states: Sequence[Any], before: Sequence[Any], layers: dict[nn.Module, Change],
-    how: Steps,
+    steps: Steps,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The quantized weights of ``layers`` of a block and their new biases, by name.
 
@@ -58,24 +58,24 @@ def quantized_block(
         return stream.run(index, batch, state) if index < len(stream) else stream.finish(batch, state, gradient=False)
 
     def measured(group: Group) -> dict[nn.Module, _Measured]:
-        found, firsts = _measures({layer: layers[layer] for layer in group.layers}, how)
-        looks = how.rounding.looks or how.bias is not None
-        from_model = {layer for layer in firsts if how.before(layers[layer].recipe.activation)}
+        found, firsts = _measures({layer: layers[layer] for layer in group.layers}, steps)
+        needs_inputs = steps.rounding.needs_moments or steps.bias is not None
+        from_model = {layer for layer in firsts if steps.before(layers[layer].recipe.activation)}
 
         def inputs(batch: int, state: Any) -> Inputs:
             return inputs_of(firsts, lambda: run(batch, state), group.once)[0]
 
-        for batch, state in enumerate(states if looks else ()):
+        for batch, state in enumerate(states if needs_inputs else ()):
             now = before_now = inputs(batch, state)
             if from_model and (index or made):
                 with in_place(originals):
                     before_now = inputs(batch, before[batch])
             for layer in firsts:
-                if how.rounding.looks:
-                    correct = correction(how.rounding.correct, layers[layer].recipe.activation)
+                if steps.rounding.needs_moments:
+                    correct = correction(steps.rounding.correct, layers[layer].recipe.activation)
                     earlier = before_now[layer] if correct == "model" else now[layer]
                     found[layer].moments.add_calls(now[layer], earlier)
-                if how.bias is not None:
+                if steps.bias is not None:
                     found[layer].means.add_calls(now[layer], before_now[layer])
         return found
 
@@ -83,7 +83,7 @@ def quantized_block(
         for group in groups_of(layers, lambda: run(0, states[0])):
             found = measured(group)
             for layer in group.layers:
-                done = _quantized(layers[layer], how, found[layer])
+                done = _quantized(layers[layer], steps, found[layer])
                 made |= done
                 quantized.enter_context(in_place([*placed([layers[layer]], done), *_bias_edits(layers[layer], done)]))
     return made
@@ -102,7 +102,7 @@ class _Measured(NamedTuple):
     means: Means
 
 
-def _measures(group: dict[nn.Module, Change], how: Steps) -> tuple[dict[nn.Module, _Measured], list[nn.Module]]:
+def _measures(group: dict[nn.Module, Change], steps: Steps) -> tuple[dict[nn.Module, _Measured], list[nn.Module]]:
     """The measures of each layer of a group, shared by those with the same cast of the input; the first of each."""
     shared: dict[Cast | None, _Measured] = {}
     firsts = []
@@ -110,21 +110,21 @@ def _measures(group: dict[nn.Module, Change], how: Steps) -> tuple[dict[nn.Modul
         cast = change.recipe.activation
         if cast not in shared:
             w = oriented(weight_of(change), change.orientation)
-            correct = correction(how.rounding.correct, cast) != "none"
+            correct = correction(steps.rounding.correct, cast) != "none"
             moments = Moments(w.shape[1], w.device, cast, correct)
             shared[cast] = _Measured(moments, Means(w.shape[1], w.device, cast))
             firsts.append(layer)
     return {layer: shared[change.recipe.activation] for layer, change in group.items()}, firsts
 
 
-def _quantized(change: Change, how: Steps, found: _Measured) -> dict[str, Tensor]:
+def _quantized(change: Change, steps: Steps, found: _Measured) -> dict[str, Tensor]:
     """The quantized weight, with the recipe that ``quantize_`` would give it, and the corrected bias, by name."""
     weight = oriented(values_of(weight_of(change)).detach(), change.orientation).contiguous()
     recipe = inference_recipe([module for module, _ in change.places], change.recipe)
     try:
-        operand = how.rounding.operand(weight.to(torch.float32), recipe.stored, found.moments)
+        operand = steps.rounding.operand(weight.to(torch.float32), recipe.stored, found.moments)
         done: dict[str, Tensor] = {change.fqn: stored_as(operand, change.orientation, recipe, weight.dtype)}
-        if _corrects_bias(change, how) and found.means.known:
+        if _corrects_bias(change, steps) and found.means.known:
             bias: Any = change.places[0][0].bias
             rounded = dequantize_operand(operand, torch.float32)
             done[_bias_name(change)] = found.means.corrected(bias, weight, rounded)
@@ -137,9 +137,11 @@ def _bias_name(change: Change) -> str:
     return f"{change.fqn.removesuffix('weight')}bias"
 
 
-def _corrects_bias(change: Change, how: Steps) -> bool:
+def _corrects_bias(change: Change, steps: Steps) -> bool:
     """Whether there is a bias to correct. A weight in several places would need several biases."""
-    return how.bias is not None and len(change.places) == 1 and (change.places[0][0].bias is not None or how.bias.make)
+    return (
+        steps.bias is not None and len(change.places) == 1 and (change.places[0][0].bias is not None or steps.bias.make)
+    )
 
 
 def _bias_edits(change: Change, done: Mapping[str, Tensor]) -> list[Edit]:

@@ -22,7 +22,7 @@ from .outputs import tensors_of
 
 PAIRS = (("v_proj", "o_proj"), ("up_proj", "down_proj"))
 """Names of two layers of one module: each output channel of the first is one input channel of the second, times
-something that does not depend on it, or a mean over tokens. Two with an activation between them are no pair."""
+something that does not depend on it, or a mean over tokens. Layers with an activation between them are not a pair."""
 ROUNDING = 1e-2
 """The largest relative difference of inputs that rounding explains."""
 

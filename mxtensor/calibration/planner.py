@@ -19,13 +19,13 @@ from ..core.arguments import INTEGER, MODULE, POSITIVE, TEXT, check, described
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
-from .blocks import Stream, say_what_saw_nothing
+from .blocks import Stream, warn_of_layers_without_input
 from .layers import calibrated, oriented
 from .one_block import weight_of
 from .sensitivity import Candidate, Sensitivity, frozen
 
 FORMATS = ("mxfp4-weight-only", "nvfp4-weight-only", "mxfp6_e2m3-weight-only", "mxfp8-weight-only")
-"""The formats that ``plan`` chooses from by default: 4.25, 4.5, 6.25 and 8.25 bits a value."""
+"""The formats that ``plan`` chooses from by default: 4.25, 4.5, 6.25 and 8.25 bits per value."""
 
 
 def plan(
@@ -39,19 +39,19 @@ def plan(
     include_head: bool = False,
     seed: int = 0,
 ) -> Plan:
-    """A format for each weight, so that the model changes least with at most ``bits`` bits a value.
+    """Choose a format for each weight, so that the model changes least with at most ``bits`` bits per value.
 
     ``bits`` counts codes and scales over all weights that ``quantize_`` would convert with this ``filter_fn`` and
     ``include_head``. ``data``: as in ``calibrate``; ten thousand tokens are enough. ``formats``: names that
     ``quantize_`` takes, with or without activations. ``measure``: ``"kl"``, the KL divergence of the predictions, for a
-    model that returns logits (a tensor, or an object with ``logits``); ``"squared"``, the squared error of what the
-    model returns, relative to it; ``"layer"``, that of each layer's own output, which needs no gradients. The first two
-    are measured by gradients, for labels or directions that are drawn from ``seed``: errors of layers then add up to
-    about the error of the model. Weights are rounded to nearest.
+    model that returns logits (a tensor, or an object with ``logits``); ``"squared"``, the relative squared error of the
+    model's output; ``"layer"``, that of each layer's own output, which needs no gradients. The first two are measured
+    by gradients, for labels or directions that are drawn from ``seed``: the errors of layers then add up to about the
+    error of the model. Weights are rounded to nearest.
 
     The model runs block by block. Memory holds the inputs of all blocks for all data (only of one for ``"layer"``), and
-    one block's weights in every format. Errors of weights that are no linear layer, or see no input after the first
-    block begins, are estimated from the errors of their values. The model is not changed.
+    one block's weights in every format. The errors of weights that do not belong to a linear layer, or that get no
+    input after the first block begins, are estimated from the errors of their values. The model is not changed.
 
     Source of the measure: Fisher information, as in Kim et al., "SqueezeLLM", 2023. Raises what ``quantize_`` raises;
     ValueError for a budget below that of the smallest format, for formats that train, for empty data, and for weights
@@ -88,7 +88,7 @@ def plan(
     with frozen(model):
         stream = Stream(model, batches, layers)
         unseen = [layers[layer] for layer in stream.without_input]
-        say_what_saw_nothing("plan", unseen, len(layers), "have errors that are estimated from their values")
+        warn_of_layers_without_input("plan", unseen, len(layers), "have errors that are estimated from their values")
         sensitivity = Sensitivity(stream, list(layers), lambda layer: candidates_of(changes[layers[layer]]))
         device = weight_of(next(iter(changes.values()))).device
         generator = torch.Generator(device).manual_seed(seed)

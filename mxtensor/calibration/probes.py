@@ -1,4 +1,4 @@
-"""Probes: gradients of a model's output whose products with small changes of it tell how much the output changes.
+"""Probes: gradients of a model's output whose products with small changes of it give the change of the output.
 
 For ``g`` the gradient of the log likelihood of labels that are sampled from the model's own predictions, and ``d`` a
 small change of the output of a layer, half the mean of ``(g d)^2`` is the KL divergence between the predictions before

@@ -1,4 +1,4 @@
-"""Data without a text: what a language model writes itself is of every kind that it knows.
+"""Calibration data without a text: the model samples it, so that it covers every kind of text that the model knows.
 
 Source: Liu et al., "LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", 2023.
 """
@@ -22,13 +22,14 @@ def sampled_data(
     model: nn.Module, sequences: int = 64, length: int = 256, *, start: int | Tensor | None = None, seed: int = 0,
     batch: int = 8, at_once: int = BATCH,
 ) -> list[Tensor]:  # fmt: skip
-    """Token ids that a causal language model of transformers samples, as batches for ``mx.calibrate``.
+    """Sample token ids from a causal language model of transformers, as batches for ``mx.calibrate``.
 
     Each of the ``sequences`` begins with the token ``start`` (None: the model's ``bos_token_id``; a tensor
-    (sequences,): one token each) and has ``length`` tokens, drawn from the model's own probabilities. Returns int64
-    tensors (``batch``, ``length``), the last one with what is left. ``at_once`` sequences are sampled in one step: a
-    GPU takes thousands. The same ``seed`` and ``at_once`` give the same tokens on the same device. Raises ValueError if
-    the model has no ``bos_token_id`` and ``start`` is None, and for a tensor of another shape.
+    (sequences,): one token for each) and has ``length`` tokens, drawn from the model's own probabilities. Returns a
+    list of int64 tensors (``batch``, ``length``); the last one has the remaining sequences. ``at_once`` sequences are
+    sampled in parallel: a GPU takes thousands. The same ``seed`` and ``at_once`` give the same tokens on the same
+    device. Raises ValueError if the model has no ``bos_token_id`` and ``start`` is None, or if ``start`` is a tensor of
+    another shape.
     """
     check("sampled_data", "model", model, MODULE)
     for name, value in (("sequences", sequences), ("length", length), ("batch", batch), ("at_once", at_once)):

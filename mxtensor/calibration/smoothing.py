@@ -43,7 +43,7 @@ class Scaling(ABC):
 
     @abstractmethod
     def scales(self, pair: Pair, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The scales to try, one number a channel of the producer each. ``x``: (rows, columns) of input; float32."""
+        """The scales to try: tensors (channels of the producer,). ``x``: (rows, columns) of input, float32."""
 
     def edits(self, stream: Stream, index: int, states: Sequence[Any], layers: dict[nn.Module, Change]) -> list[Edit]:
         """The parameters of a block after smoothing. Raises ValueError if the block then computes something else."""
@@ -117,10 +117,10 @@ class Scaling(ABC):
 
 @dataclass(frozen=True)
 class SmoothQuant(Scaling):
-    """``"smooth"``: scales of channels are moved from inputs to weights, before weights are rounded by another method.
+    """``"smooth"``: moves per-channel scales from inputs into weights, before another method rounds the weights.
 
-    ``alpha``: how much of a channel's scale moves, 0 to 1. None: of several, and of no move, each pair of a module and
-    the layers that read it has the one with the least error of its outputs.
+    ``alpha``: how much of a channel's scale moves, 0 (nothing) to 1. None: each module and the layers that read it take
+    the one of several values, or no scaling, that gives the smallest error of the outputs.
     """
 
     alpha: float | None = None
@@ -139,10 +139,10 @@ class SmoothQuant(Scaling):
 
 @dataclass(frozen=True)
 class AWQ(Scaling):
-    """``"awq"``: as SmoothQuant, with scales of the mean magnitude of inputs alone: ``s = mean(|x|)^alpha``.
+    """``"awq"``: as SmoothQuant, with scales from the mean magnitude of inputs alone: ``s = mean(|x|)^alpha``.
 
-    ``grid``: how many alpha from 0 to 1 are tried; 0 moves nothing. Of them each pair of a module and the layers that
-    read it has the one with the least error of its outputs. ``"mse"`` after it clips weights, as in the paper.
+    ``grid``: the number of values of alpha from 0 (no scaling) up to 1 that are tried. Each module and the layers that
+    read it take the value with the smallest error of the outputs. ``"mse"`` after it clips weights, as in the paper.
     """
 
     grid: int = 20

@@ -1,6 +1,6 @@
 """State: the finished blocks of a calibration in a folder, so that an interrupted one continues.
 
-``calibration.json`` says what was calibrated: the method, the weights with their recipes, digests of them and of all
+``calibration.json`` identifies the calibration: the method, the weights with their recipes, digests of them and of all
 other parameters and buffers, the data. A block is one file, written under another name first.
 """
 

@@ -72,7 +72,7 @@ SCHEMES = {
         _args(8, "group", 128, None, True), activation_format="float8_e4m3_1x128",
     ),
 }  # fmt: skip
-"""Format -> how it is written. Formats with one scale a tensor are read only: static activation scales go with them."""
+"""Format -> how it is written. Formats with one scale per tensor are only read: they need static activation scales."""
 ACTIVATIONS = {
     (4, "group", 32): "mxfp4_e2m1", (8, "group", 32): "mxfp8_e4m3", (8, "token", None): "float8_e4m3_row",
     (8, "group", 128): "float8_e4m3_1x128",
@@ -109,12 +109,14 @@ def _activation(group: dict[str, Any]) -> str | None:
 def tile_size(sizes: object) -> int | None:
     """The size of square tiles that a configuration names; None if it names none or others.
 
-    Raises NotImplementedError for tiles that no format here has.
+    Raises NotImplementedError for tiles without a format.
     """
     if not isinstance(sizes, list) or len(sizes) != 2 or sizes == [1, 32]:
         return None
     if sizes[0] != sizes[1] or type(sizes[0]) is not int or sizes[0] not in (16, 32, 64, 128):
-        raise NotImplementedError(f"tiles of {described(sizes)} values; read are square ones of 16, 32, 64 and 128")
+        raise NotImplementedError(
+            f"tiles of {described(sizes)} values are not supported; use square tiles of 16, 32, 64 or 128"
+        )
     return sizes[0]
 
 
@@ -139,8 +141,8 @@ def _packed_format(data: Tensor, scale: Tensor) -> str:
     """The format of packed codes, by the bytes that one scale covers. Raises ValueError if there is none."""
     if data.dtype is not torch.uint8:
         raise NotImplementedError(
-            f"weight_packed is {str(data.dtype).removeprefix('torch.')}: packed integers (int4, int8) have no format "
-            "here; dequantize them with compressed-tensors"
+            f"weight_packed is {str(data.dtype).removeprefix('torch.')}: packed integers (int4, int8) are not "
+            "supported; dequantize them with compressed-tensors"
         )
     if scale.dtype is torch.float8_e4m3fn:
         return "nvfp4"
@@ -181,7 +183,7 @@ def float8_weight(
     elements = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
     if data.dtype not in elements:
         raise NotImplementedError(
-            f"the weight is {str(data.dtype).removeprefix('torch.')}, and only float8 (e4m3, e5m2) is read here"
+            f"the weight is {str(data.dtype).removeprefix('torch.')}, and only float8 (e4m3, e5m2) is supported"
         )
     element, shape = elements[data.dtype], tuple(data.shape)
     if data.dim() not in (2, 3) or 0 in shape:
@@ -224,7 +226,7 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
         if joined(module, "weight") not in entries:
             raise ValueError(f"{checkpoint.place(names[0])}: the checkpoint lacks {joined(module, 'weight_scale')}")
         if joined(module, "weight_zero_point") in checkpoint.tensors:
-            raise NotImplementedError(f"{checkpoint.place(names[0])} has a zero point, which no format here has")
+            raise NotImplementedError(f"{checkpoint.place(names[0])} has a zero point, which is not supported")
     return with_others(checkpoint, entries, ("weight_scale", "weight_global_scale"))
 
 

@@ -18,7 +18,7 @@ from ..numerics.formats import Orientation, Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
-from .destination import check_apart
+from .destination import check_separate
 from .known import Known
 from .layout import Layout, Written
 from .matrices import matrix_orientation
@@ -95,7 +95,7 @@ class _Casts:
     written: Written
     report: Conversion
     unfit: list[str] = field(default_factory=list)
-    """Tensors of other dimensions than the layout holds, that are no stacks of experts."""
+    """Tensors with other numbers of dimensions than the layout stores, except for stacks of experts."""
 
     def of(self, name: str, value: Tensor) -> Tensor:
         """The tensor that is stored: ``value`` itself if it stays as it is."""
@@ -138,20 +138,22 @@ def convert(
 ) -> Conversion:
     """Convert a checkpoint to another layout, tensor by tensor: memory holds a few tensors, not the model or a shard.
 
-    ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``: matrices in high precision are
-    quantized, and those in another format are quantized again; None only changes the layout, which is exact. A ``Plan``
-    or an ``FqnToConfig`` names tensors of the checkpoint, or parameters of transformers' model. Stacked experts are
-    quantized for the layouts that hold them (``Layout.dims``). Embeddings, heads, routers and modules whose name ends
-    in one of ``skip`` stay as they are, except those that a plan names and ``skip`` does not. ``include_head``
+    ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``. Matrices in high precision are
+    quantized, and those in another format are quantized again. None changes only the layout, which is exact. A ``Plan``
+    or an ``FqnToConfig`` may name tensors of the checkpoint or parameters of transformers' model. Stacked experts are
+    quantized for layouts that can store them (``Layout.dims``). Embeddings, heads, routers and modules whose name ends
+    in one of ``skip`` stay in high precision, except those that a plan names and ``skip`` does not. ``include_head``
     quantizes heads too, and an embedding that shares its weight with one. Other files of the folder, such as the
-    tokenizer, are copied. The destination is whole or absent, and what ``overwrite`` replaces stays until then.
-    Matrices are cast by torch's number of threads, one each. Raises as ``load`` and ``save``, and ValueError for a
-    destination that is the source, is inside it or contains it, and if no tensor is quantized, although there is a
-    ``format`` (and ``skip`` names no tensor) or the layout is one of quantized tensors.
+    tokenizer, are copied. The destination is complete or does not exist; what ``overwrite`` replaces is removed only
+    when the new checkpoint is complete. Each matrix is cast by one thread; their number is that of torch's threads.
+
+    Raises what ``load`` and ``save`` raise; ValueError if the destination is the source, is inside it or contains it,
+    and if no tensor is quantized although ``format`` is given (and ``skip`` matches no tensor) or the layout requires
+    quantized tensors.
     """
     chosen = writable(layout, destination)
     with opened(source) as checkpoint:
-        check_apart(destination, source, *{stored.file for stored in checkpoint.tensors.values()})
+        check_separate(destination, source, *{stored.file for stored in checkpoint.tensors.values()})
         before, checkpoint.maps = layout_of(checkpoint), True
         report = Conversion(before.name, chosen.name)
         entries = before.entries(checkpoint)

@@ -51,7 +51,7 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
         for module, names in companions(checkpoint, "weight", [scale])
         if checkpoint.tensors[names[0]].dtype in QUANTIZED
     }
-    for name, stored in checkpoint.tensors.items():  # stacked experts, which are no weight of a module
+    for name, stored in checkpoint.tensors.items():  # stacked experts, which are not the weight of a module
         if name + STACK_SCALE in checkpoint.tensors and stored.dtype in QUANTIZED:
             entries.setdefault(name, Entry((name, name + STACK_SCALE), build))
     return with_others(checkpoint, entries, (STACK_SCALE,))

@@ -1,6 +1,6 @@
 """Where a checkpoint is written: a folder beside the destination, whose content is moved to it at the end.
 
-The destination is whole or absent: an error or an interrupt removes what was being written.
+The destination is complete or does not exist: an error or an interrupt removes what was being written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .source import ENDINGS
 Result = TypeVar("Result")
 
 
-def check_apart(destination: str | Path, *sources: str | Path) -> None:
+def check_separate(destination: str | Path, *sources: str | Path) -> None:
     """Raise ValueError if the destination is a source, is inside one or contains one. Links are followed."""
     target = Path(destination).resolve()
     for source in sources:
@@ -93,7 +93,7 @@ class Destination:
                 "folder or a new one"
             )
 
-    def told(self, call: Callable[..., Result], *arguments: Any) -> Result:
+    def checked_write(self, call: Callable[..., Result], *arguments: Any) -> Result:
         """``call(*arguments)``, whose OSError names the destination: that of a full disk names no file."""
         try:
             return call(*arguments)

@@ -155,7 +155,7 @@ def _from_mxfp4(name: str, data: Tensor, scale: Tensor) -> Tensor:
 
 def _from_nvfp4(name: str, data: Tensor, scale: Tensor) -> Tensor:
     if bool((scale > 126).any()):
-        raise NotImplementedError(f"{name} has scales that are negative or NaN, which GGUF's NVFP4 reads as others")
+        raise NotImplementedError(f"{name} has negative or NaN scales, which GGUF's NVFP4 cannot store")
     codes = _halves(data, 8).unflatten(-2, (-1, 4)).flatten(-2)
     return torch.cat((scale.unflatten(-1, (-1, 4)), codes), -1).flatten(-2)
 
@@ -167,7 +167,7 @@ def _from_mxint8(name: str, data: Tensor, scale: Tensor) -> Tensor:
     used = (codes != 0).any(-1)
     if bool(((exponent < -24) | (exponent > 15))[used].any()):
         raise NotImplementedError(
-            f"{name} has scales beyond float16, which Q8_0 stores; pass format='mxfp4-weight-only'"
+            f"{name} has scales beyond the range of float16, in which Q8_0 stores them; pass format='mxfp4-weight-only'"
         )
     half = torch.where(used, torch.exp2(exponent.clamp(-24, 15).to(torch.float32)), 0).to(torch.float16)
     return torch.cat((half[..., None].view(torch.uint8), codes.view(torch.uint8)), -1).flatten(-2)
@@ -202,8 +202,8 @@ def _type_of(name: str, t: Tensor) -> dict[str, str]:
         return {name: WRITTEN[t.format.name][0]}
     if t.dtype not in NAMES or t.dim() > 4:
         raise NotImplementedError(
-            f"{name} is {str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}, and GGUF holds up to four "
-            f"dimensions of {', '.join(NAMES.values())}"
+            f"{name} is {str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}, and GGUF stores tensors of up "
+            f"to four dimensions in {', '.join(NAMES.values())}"
         )
     return {name: NAMES[t.dtype]}
 

@@ -45,12 +45,12 @@ class GGUFSink(Destination):
             t = t.detach().to("cpu").contiguous()
             raw = (t if t.dim() else t.reshape(1)).view(torch.uint8)
             self._infos[name] = tuple(raw.shape), raw.numel(), (metadata or {})[name]
-            self.told(self._spool.write, memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
+            self.checked_write(self._spool.write, memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
 
     def finish(self, files: Mapping[str, Any], source: Path | None = None) -> None:
         """Write the file and move it to its place. ``files``: ``config.json`` names the architecture."""
         config = files.get("config.json") or {}
-        self.told(self._finish, str(config.get("model_type", "unknown")))
+        self.checked_write(self._finish, str(config.get("model_type", "unknown")))
 
     def _finish(self, architecture: str) -> None:
         gguf = needs("gguf", "gguf")

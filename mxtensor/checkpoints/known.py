@@ -57,7 +57,7 @@ class Known:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], stored: Iterable[str]) -> Known:
-        """What the ``config.json`` of a checkpoint tells."""
+        """What is known from the ``config.json`` of a checkpoint."""
         return cls(model_of(config), stored)
 
     def loaded(self, name: str) -> Loaded:
@@ -73,11 +73,11 @@ class Known:
         return not self._lookups.isdisjoint((name, *self.loaded(name).parameters))
 
     def is_shared(self, name: str) -> bool:
-        """Whether a tensor is the weight of two modules or more that are no embeddings."""
+        """Whether a tensor is the weight of two or more modules, embeddings not counted."""
         return not self._shared.isdisjoint((name, *self.loaded(name).parameters))
 
     def quantizes(self, name: str) -> bool | None:
-        """Whether ``quantize_`` converts the module of a tensor; None if the model does not tell."""
+        """Whether ``quantize_`` converts the module of a tensor; None if that is unknown."""
         parameters = self.loaded(name).parameters
         if not parameters or not self._experts.isdisjoint(parameters):
             return None

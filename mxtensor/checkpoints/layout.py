@@ -206,7 +206,7 @@ def check_global_scale(scale: Tensor, global_scale: Tensor, format: Format) -> N
     if amax > LARGEST_WEIGHT:
         raise ValueError(
             f"{format}: with the global scale {value:.6g} the values reach {amax:.6g}, beyond {LARGEST_WEIGHT:.0f}: "
-            "this scale was stored the other way round (one divides, the other multiplies)"
+            "the scale is probably inverted (some layouts divide by it, others multiply)"
         )
 
 

@@ -32,8 +32,8 @@ def _mode(checkpoint: Checkpoint, module: str) -> str:
     mode = (single if isinstance(single, dict) else config).get("mode", "affine")
     if not isinstance(mode, str) or mode not in FORMATS_BY_MODE:
         raise NotImplementedError(
-            f"{checkpoint.path}, module {module}: the mode {described(mode)} has no format here; "
-            f"read are {', '.join(FORMATS_BY_MODE)}"
+            f"{checkpoint.path}, module {module}: the mode {described(mode)} is not supported; "
+            f"supported are {', '.join(FORMATS_BY_MODE)}"
         )
     return mode
 

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt: NVFP4, MXFP4, MXFP8 and float8 with one scale a tensor.
+"""NVIDIA ModelOpt: NVFP4, MXFP4, MXFP8 and float8 with one scale per tensor.
 
 NVFP4 with its W4A16 and W4A8: ``weight`` U8 with ``weight_scale`` F8_E4M3 and ``weight_scale_2`` F32, which multiplies.
 MXFP4 and its W4A8: ``weight`` U8 with ``weight_scale`` U8 (E8M0). MXFP8 and float8: ``weight`` F8_E4M3 with
@@ -40,7 +40,7 @@ def _codes(dtype: torch.dtype) -> Callable[..., Tensor]:
         if scale.dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(
                 f"codes of 4 bits with scales in {str(scale.dtype).removeprefix('torch.')} are neither NVFP4 nor "
-                "MXFP4 (AWQ and W4A8_AWQ have integer codes): no format here has them"
+                "MXFP4; integer codes (AWQ, W4A8_AWQ) are not supported"
             )
         if not second or second[0].numel() != 1 or second[0].dtype != torch.float32:
             got = [(str(t.dtype), tuple(t.shape)) for t in second]
@@ -109,5 +109,5 @@ MODELOPT = Layout(
     read=_read,
     write=_write,
     config=_config,
-    formats=f"{', '.join(ALGORITHMS)}; read also: float8 with one scale a tensor",
+    formats=f"{', '.join(ALGORITHMS)}; read also: float8 with one scale per tensor",
 )

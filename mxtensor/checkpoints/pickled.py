@@ -132,13 +132,13 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
     inner = [key for key in NESTED if isinstance(found, dict) and isinstance(found.get(key), dict)]
     found = found[inner[0]] if inner else found
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds {described(found)}; read are state dicts, tensors by name")
+        raise ValueError(f"{file} holds {described(found)}; it must hold a state dict, tensors by name")
     for name, t in found.items():
         if not isinstance(name, str) or not isinstance(t, Tensor):
             raise ValueError(f"{file} holds {described(t)} as {name!r:.80}; a state dict has tensors by name")
         known = isinstance(t, MXTensor) or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_quantized)
         if not _is_torchao(t) and (not known or t.layout is not torch.strided or t.is_meta):
-            raise ValueError(f"{file}, tensor {name}: only dense tensors are read, got {described(t)}")
+            raise ValueError(f"{file}, tensor {name}: only dense tensors are supported, got {described(t)}")
     return found
 
 

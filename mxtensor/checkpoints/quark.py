@@ -39,8 +39,8 @@ def _dtype_of(checkpoint: Checkpoint, module: str) -> str:
     dtype = cast.get("dtype") if isinstance(cast, dict) else None
     if not isinstance(dtype, str) or dtype not in FORMATS_BY_DTYPE:
         raise ValueError(
-            f"{checkpoint.path}, module {module}: the weight has the dtype {described(dtype)} by the configuration; "
-            f"known are {', '.join(FORMATS_BY_DTYPE)}"
+            f"{checkpoint.path}, module {module}: the configuration gives the weight the dtype {described(dtype)}; "
+            f"supported are {', '.join(FORMATS_BY_DTYPE)}"
         )
     return dtype
 

@@ -63,8 +63,8 @@ def raise_nothing_quantized(
     """
     if as_it_is:
         raise ValueError(
-            f"convert: {path} has no quantized tensor, and the layout {layout.name} is one of quantized tensors; pass "
-            "format=, or the layout plain"
+            f"convert: {path} has no quantized tensor, and the layout {layout.name} requires them; pass format=, or "
+            "the layout plain"
         )
     if left:
         raise ValueError(
@@ -76,7 +76,7 @@ def raise_nothing_quantized(
         holds = " and ".join(SHAPES[dims] for dims in layout.dims)
         raise ValueError(
             f"convert: nothing was quantized: the layout {layout.name} holds {holds} only, and {path} has {len(unfit)} "
-            f"others, such as {unfit[0]}; choose another layout, such as native"
+            f"other tensors, such as {unfit[0]}; choose another layout, such as native"
         )
     raise ValueError(
         f"convert: nothing was quantized: {path} has no matrix of a layer, except for embeddings, heads and routers "

@@ -50,7 +50,7 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
 
 
 def opened(path: str | Path) -> Checkpoint:
-    """Open a folder or a file. Raises FileNotFoundError or ValueError that says what is wrong with it."""
+    """Open a folder or a file. Raises FileNotFoundError or ValueError with the reason."""
     path = Path(path)
     if path.is_dir() and not any(path.glob("*.safetensors*")):
         files = sorted(path.glob("*.gguf"))

@@ -128,13 +128,13 @@ class Sink(Destination):
 
     def _opened(self) -> ShardFile:
         if self._file is None:
-            self._file = self.told(ShardFile, self.folder / f"{len(self.shards) + 1}.safetensors")
+            self._file = self.checked_write(ShardFile, self.folder / f"{len(self.shards) + 1}.safetensors")
             self._files.append(self._file)
         return self._file
 
     def _do(self, job: Callable[..., None], *arguments: Any) -> None:
         size = sum(a.nbytes for a in arguments if isinstance(a, Tensor))
-        self._writer.do(lambda: self.told(job, *arguments), size)
+        self._writer.do(lambda: self.checked_write(job, *arguments), size)
 
     def _flush(self) -> None:
         file = self._opened()
@@ -151,7 +151,7 @@ class Sink(Destination):
         if self._names or not self.shards:
             self._flush()
         self._writer.finish()
-        self.told(self._finish, files, source)
+        self.checked_write(self._finish, files, source)
 
     def _finish(self, files: Mapping[str, Any], source: Path | None) -> None:
         if self.is_file:

@@ -303,8 +303,8 @@ def _files(path: Path) -> list[Path]:
         return [path / "model.safetensors"]
     if not files:
         found = sorted(entry.name for entry in path.iterdir())  # raises OSError for a folder that cannot be read
-        holds = f"{len(found)} others, such as {found[0]}" if found else "nothing"
-        raise FileNotFoundError(f"{path} holds no checkpoint: no file ends in {', '.join(ENDINGS)}; it holds {holds}")
+        others = f"{len(found)} other files, such as {found[0]}" if found else "nothing"
+        raise FileNotFoundError(f"{path} holds no checkpoint: no file ends in {', '.join(ENDINGS)}; it holds {others}")
     return files
 
 

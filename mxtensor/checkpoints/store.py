@@ -32,11 +32,11 @@ SHARD_BYTES = 1 << 29
 
 
 def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name: MXTensors where it holds codes, ordinary tensors otherwise.
+    """The tensors of a checkpoint by name: MXTensors for quantized tensors, ordinary tensors otherwise.
 
     ``path``: a folder, a ``.safetensors``, a ``.gguf`` or a file of ``torch.save`` (``.pt``, ``.pth``, ``.bin``).
-    ``layout``: one of ``LAYOUTS``; None: the one that the checkpoint has. Codes are not dequantized on the way. Raises
-    FileNotFoundError, ValueError or NotImplementedError that names file and tensor.
+    ``layout``: one of ``LAYOUTS``; None: detect it. Codes are loaded without dequantizing them. Raises
+    FileNotFoundError, ValueError or NotImplementedError with the names of file and tensor.
     """
     with opened(path) as checkpoint:
         chosen = layout_of(checkpoint) if layout is None else get_layout(layout)
@@ -52,10 +52,10 @@ def save(
 ) -> None:
     """Write a model or a state dict in a layout, in shards with an index.
 
-    ``path``: a new folder, or a file that ends in ``.safetensors``, or in ``.gguf`` for that layout. transformers'
-    models also write their ``config.json``. A weight that two modules share is stored once if the model knows it as
-    tied, otherwise twice. ``overwrite``: replace the file or the folder of a checkpoint, with all files in it.
-    Raises NotImplementedError for a tensor that the layout cannot hold, FileExistsError for a folder that is not empty.
+    ``path``: a new folder, or a file that ends in ``.safetensors``, or in ``.gguf`` for that layout. For a model of
+    transformers, its ``config.json`` is written too. A weight that two modules share is stored once if the model lists
+    it as tied, otherwise twice. ``overwrite``: replace the file, or the folder of a checkpoint with all files in it.
+    Raises NotImplementedError for a tensor that the layout cannot store, FileExistsError for an existing destination.
     """
     chosen = writable(layout, path)
     config: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def writable(layout: str, path: str | Path) -> Layout:
     if not chosen.one_file and str(path).endswith(".safetensors"):
         raise ValueError(f"the layout {chosen.name} has a config.json; pass a folder, not the file {path}")
     if chosen.write is None:
-        raise NotImplementedError(f"the layout {chosen.name} is only read; choose another one to write")
+        raise NotImplementedError(f"the layout {chosen.name} can only be read; choose another one to write")
     return chosen
 
 
@@ -185,7 +185,7 @@ class Info:
 
 
 def info(path: str | Path, progress: bool = False) -> Info:
-    """The layout of a checkpoint and the format, shape and bytes of each tensor, which are read one by one."""
+    """The layout of a checkpoint, and the format, shape and bytes of each tensor. Tensors are read one by one."""
     with opened(path) as checkpoint:
         layout, checkpoint.maps = layout_of(checkpoint), True
         return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout, progress)))

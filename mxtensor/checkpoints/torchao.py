@@ -29,7 +29,6 @@ from .torchao_tensors import CLASSES, ELEMENTS, tensor_of
 from .transformers_names import names_in_files
 
 NAME = "torchao"
-_TYPES = ("Tensor", *CLASSES)
 _OPTIONAL = ("per_tensor_scale",)
 STATIC = "act_per_tensor_scale"
 """The scale of a static activation: as ModelOpt's input_scale, amax / 2688, which multiplies."""
@@ -58,7 +57,8 @@ def _described(checkpoint: Checkpoint, name: str, text: str) -> Any:
         return None
     if kind not in CLASSES:
         raise NotImplementedError(
-            f"{checkpoint.path}, tensor {name}: torchao's {kind[:40]} has no format here; read are {', '.join(CLASSES)}"
+            f"{checkpoint.path}, tensor {name}: torchao's {kind[:40]} is not supported; supported are "
+            f"{', '.join(CLASSES)}"
         )
     names = fields.get("_tensor_data_names")
     known = ("qdata", "scale", *_OPTIONAL, STATIC)

@@ -74,7 +74,7 @@ def _block(attributes: Mapping[str, Any], usual: int) -> int:
     block = attributes.get("block_size", usual)
     if type(block) is not int or block not in BLOCK_SIZES:
         raise NotImplementedError(
-            f"block_size {described(block)} has no format here; read are {', '.join(map(str, BLOCK_SIZES))}"
+            f"block_size {described(block)} is not supported; choose one of {', '.join(map(str, BLOCK_SIZES))}"
         )
     return block
 
@@ -103,7 +103,8 @@ def _mx(tensors: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> MXTenso
     element = word(attributes.get("elem_dtype"))
     if element not in ELEMENTS:
         raise NotImplementedError(
-            f"elem_dtype {described(attributes.get('elem_dtype'))} has no format here; read are {', '.join(ELEMENTS)}"
+            f"elem_dtype {described(attributes.get('elem_dtype'))} is not supported; choose one of "
+            f"{', '.join(ELEMENTS)}"
         )
     base = FORMATS[ELEMENTS[element]]
     format = base.with_block(_block(attributes, 32))
@@ -153,8 +154,8 @@ def _float8(tensors: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> MXT
     kind = kinds.get(tuple(block))
     if kind is None:
         raise NotImplementedError(
-            f"a Float8Tensor with the block_size {described(block)} has no format here; read are those of a row, the "
-            "tensor, and 1x128 and 128x128 values"
+            f"a Float8Tensor with the block_size {described(block)} is not supported; a block is a row, the tensor, or "
+            "1x128 or 128x128 values"
         )
     format = FORMATS[f"float8_{_FLOAT8[codes.dtype]}_{kind}"]
     values = scale.to(torch.float32)
@@ -182,7 +183,7 @@ def _activation(attributes: Mapping[str, Any]) -> Cast | None:
             kind_of(found.get("granularity"))
         )
         return None if granularity is None else Cast(FORMATS[f"float8_e4m3_{granularity}"])
-    raise NotImplementedError(f"act_quant_kwargs {described(arguments)} has no cast here")
+    raise NotImplementedError(f"act_quant_kwargs {described(arguments)} are not supported")
 
 
 CLASSES = {"MXTensor": _mx, "NVFP4Tensor": _nvfp4, "Float8Tensor": _float8}

@@ -38,7 +38,9 @@ def _layout(name: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}") from error
     if layout.write is None:
-        raise argparse.ArgumentTypeError(f"the layout {layout.name} is only read; choose one of {', '.join(_WRITABLE)}")
+        raise argparse.ArgumentTypeError(
+            f"the layout {layout.name} can only be read; choose one of {', '.join(_WRITABLE)}"
+        )
     return layout.name
 
 
@@ -95,7 +97,7 @@ ARGUMENTS: dict[str, Argument] = {
     "format": (("--format",), {"type": _format, "metavar": "FORMAT", "help": f"a format, {FORMAT}"}),
     "plan": (
         ("--plan",),
-        {"metavar": "FILE", "help": "in place of --format: what the command plan wrote, a format for each weight"},
+        {"metavar": "FILE", "help": "instead of --format: a file of the command plan, with a format for each weight"},
     ),
     "formats": (
         ("--format",),
@@ -105,15 +107,15 @@ ARGUMENTS: dict[str, Argument] = {
     "choices": (
         ("--format",),
         {"type": _format, "nargs": "+", "default": [], "dest": "formats", "metavar": "FORMAT",
-         "help": f"what to choose from ({' '.join(FORMATS)})"},
+         "help": f"the formats to choose from ({' '.join(FORMATS)})"},
     ),
     "bits": (
         ("--bits",),
-        {"type": _positive, "default": 5.0, "metavar": "N", "help": "the budget: bits a value, scales included (5.0)"},
+        {"type": _positive, "default": 5.0, "metavar": "N", "help": "budget: bits per value, scales included (5.0)"},
     ),
     "head": (
         ("--include-head",),
-        {"action": "store_true", "help": "the head too, and the embedding that shares its weight"},
+        {"action": "store_true", "help": "quantize the head too, and the embedding that shares its weight"},
     ),
     "plan_file": (
         ("-o", "--output"),
@@ -121,14 +123,16 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "skip": (
         ("--skip",),
-        {"action": "append", "default": [], "metavar": "NAME", "help": "a module that stays as it is; may be repeated"},
+        {"action": "append", "default": [], "metavar": "NAME",
+         "help": "a module that stays in high precision; may be repeated"},
     ),
     "shard": (
         ("--max-shard-bytes",),
-        {"type": _at_least(1), "default": store.SHARD_BYTES, "metavar": "N", "help": "the largest file (536870912)"},
+        {"type": _at_least(1), "default": store.SHARD_BYTES, "metavar": "N",
+         "help": "the largest size of a file in bytes (536870912)"},
     ),
     "overwrite": (("--overwrite",), {"action": "store_true", "help": "replace the destination if it exists"}),
-    "tensors": (("--tensors",), {"action": "store_true", "help": "a line for each tensor"}),
+    "tensors": (("--tensors",), {"action": "store_true", "help": "print a line for each tensor"}),
     "reference": (
         ("--reference",),
         {"metavar": "MODEL", "help": "the model before quantization, to compare with"},
@@ -136,13 +140,19 @@ ARGUMENTS: dict[str, Argument] = {
     "text": (("--text",), {"metavar": "FILE", "help": "a text in UTF-8 that both models read"}),
     "inputs": (
         ("--inputs",),
-        {"metavar": "FILE", "help": "a .safetensors file of what both models are called with, such as input_ids"},
+        {"metavar": "FILE", "help": "a .safetensors file of the inputs of both models, such as input_ids"},
     ),
-    "required_text": (("--text",), {"required": True, "metavar": "FILE", "help": "a text in UTF-8; - reads the input"}),
-    "tokens": (("--tokens",), {"type": _at_least(1), "metavar": "N", "help": "the first N tokens of the text (all)"}),
+    "required_text": (
+        ("--text",),
+        {"required": True, "metavar": "FILE", "help": "a text in UTF-8; - is standard input"},
+    ),
+    "tokens": (
+        ("--tokens",),
+        {"type": _at_least(1), "metavar": "N", "help": "use only the first N tokens of the text (all)"},
+    ),
     "window": (
         ("--window",),
-        {"type": _at_least(2), "default": WINDOW, "metavar": "N", "help": "tokens read at once (%(default)s)"},
+        {"type": _at_least(2), "default": WINDOW, "metavar": "N", "help": "tokens per window (%(default)s)"},
     ),
     "tokenizer": (("--tokenizer",), {"metavar": "DIR", "help": "the folder of a tokenizer, if MODEL has none"}),
     "device": (("--device",), {"type": _device, "default": "cpu", "metavar": "NAME", "help": "cpu or cuda (cpu)"}),
@@ -152,7 +162,10 @@ ARGUMENTS: dict[str, Argument] = {
         {"type": _at_least(1), "nargs": "+", "default": list(TUNED_ROWS), "metavar": "N",
          "help": "numbers of activation rows to measure (1 to 128)"},
     ),
-    "seconds": (("--seconds",), {"type": _positive, "default": 60.0, "metavar": "S", "help": "about how long (60)"}),
-    "dry": (("--dry-run",), {"action": "store_true", "help": "only show what would be measured"}),
+    "seconds": (
+        ("--seconds",),
+        {"type": _positive, "default": 60.0, "metavar": "S", "help": "about how long to measure (60)"},
+    ),
+    "dry": (("--dry-run",), {"action": "store_true", "help": "measure nothing; list the products"}),
     "json": (("--json",), {"action": "store_true", "help": "print JSON"}),
 }  # fmt: skip

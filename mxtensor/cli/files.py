@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checkpoints import convert as convert_checkpoint
 from ..checkpoints import store
-from ..checkpoints.destination import check_apart
+from ..checkpoints.destination import check_separate
 from ..checkpoints.gguf import GGUF
 from ..checkpoints.registry import layout_of, opened
 from ..checkpoints.source import Encoded
@@ -28,7 +28,7 @@ from .plan import read_plan
 def convert(arguments: argparse.Namespace) -> int:
     """``quantize`` and ``convert``."""
     plan = read_plan(arguments.plan) if getattr(arguments, "plan", None) is not None else None
-    check_apart(arguments.output, arguments.source)  # of a GGUF file, convert sees a temporary folder
+    check_separate(arguments.output, arguments.source)  # of a GGUF file, convert sees a temporary folder
     store.check_destination(arguments.output, arguments.layout, arguments.overwrite)  # loading takes longer
     with ExitStack() as stack:
         source: str | Path = arguments.source
@@ -73,7 +73,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     ]
     rows.append(("all", f"{len(found.rows)}", f"{values:,}", readable_size(size), f"{8 * size / max(values, 1):.4g}"))
     text = f"{found.path}: layout {found.layout}\n\n"
-    text += columns(("format", "tensors", "values", "size", "bits a value"), rows)
+    text += columns(("format", "tensors", "values", "size", "bits per value"), rows)
     fields: dict[str, Any] = {
         "path": str(found.path), "layout": found.layout, "values": values, "bytes": size,
         "formats": {
@@ -142,7 +142,7 @@ def compare(arguments: argparse.Namespace) -> int:
     worst = min(changed, key=lambda name: changed[name], default=None)
     stored = stored_size(arguments.b) if paths[1] != Path(arguments.b) else None  # decoded to bfloat16 for this
     bits = 8 * size / max(values, 1) if stored is None else stored[0]
-    end = f"{len(rows) - len(changed)} of {len(rows)} tensors are equal; B has {bits:.4g} bits a value"
+    end = f"{len(rows) - len(changed)} of {len(rows)} tensors are equal; B has {bits:.4g} bits per value"
     if worst is not None:
         end += f"; lowest SQNR: {_ratio(rows[worst])} dB ({worst})"
     text = columns(("tensor", "format of B", "SQNR dB", "max error", "bits"), lines)

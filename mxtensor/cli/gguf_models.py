@@ -38,9 +38,9 @@ def gguf_file(path: str | Path) -> Path | None:
 
 
 @contextmanager
-def temporary(beside: str | Path | None = None) -> Iterator[Path]:
-    """A folder that is removed at the end. ``beside``: next to this path, where there is room for a model."""
-    parent = None if beside is None else Path(beside).resolve().parent
+def temporary(next_to: str | Path | None = None) -> Iterator[Path]:
+    """A folder that is removed at the end. ``next_to``: next to this path, where there is room for a model."""
+    parent = None if next_to is None else Path(next_to).resolve().parent
     if parent is not None:
         parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".mxtensor-gguf-", dir=parent) as folder:
@@ -48,10 +48,10 @@ def temporary(beside: str | Path | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def without_gguf(path: str | Path, beside: str | Path | None = None, keeps_codes: bool = True) -> Iterator[Path]:
+def without_gguf(path: str | Path, next_to: str | Path | None = None, keeps_codes: bool = True) -> Iterator[Path]:
     """The path; for a GGUF file of an architecture that transformers knows, a temporary folder as it saves the model.
 
-    ``keeps_codes``: a file with CODES stays as it is, so that they stay codes. ``beside``: as in ``temporary``.
+    ``keeps_codes``: a file with CODES stays as it is, so that they stay codes. ``next_to``: as in ``temporary``.
     """
     path = Path(path)
     file = gguf_file(path)
@@ -62,7 +62,7 @@ def without_gguf(path: str | Path, beside: str | Path | None = None, keeps_codes
         codes = ", ".join(sorted({stored.dtype for stored in checkpoint.tensors.values()} & CODES.keys()))
     why = f"it holds {codes} codes, which stay codes" if codes and keeps_codes else None
     if why is None:
-        with temporary(beside) as folder:
+        with temporary(next_to) as folder:
             why = save_gguf(file, folder)
             if why is None:
                 note(f"{file.name} becomes a model of transformers, in bfloat16")

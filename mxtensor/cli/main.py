@@ -16,9 +16,9 @@ from ..checkpoints.gguf_reader import headers_cached
 from ..core.progress import progress_bars
 from . import doctor, files, measure, plan, tune
 from .arguments import ARGUMENTS
-from .output import FAILED, INTERRUPTED, WRONG, is_terminal, note, told, warnings_as_notes
+from .output import FAILED, INTERRUPTED, WRONG, is_terminal, message_of, note, warnings_as_notes
 from .quiet import quiet_imports
-from .spelling import spelled
+from .spelling import in_options
 
 NAMES = {"count": "--tokens"}
 """Arguments of functions that an option of the command has another name for."""
@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "plan": Command(
         plan.make_plan,
-        "choose a format for each weight of a language model under a budget of bits, by errors on a text",
+        "choose a format for each weight of a language model under a budget of bits, by errors measured on a text",
         (
             "mxtensor plan ./SmolLM2 --text book.txt --tokens 8192 --bits 5.0 -o plan.json",
             "mxtensor plan ./SmolLM2 --text book.txt --format mxfp4-weight-only mxfp8-weight-only --bits 6",
@@ -101,7 +101,7 @@ COMMANDS = {
     ),
     "tune": Command(
         tune.tune,
-        "measure which kernels are the fastest for the layers of a checkpoint on this GPU, and keep the result",
+        "measure which kernels are the fastest for the layers of a checkpoint on this GPU, and store the result",
         (
             "mxtensor tune ./SmolLM2-mxfp8",
             "mxtensor tune ./SmolLM2 --format mxfp8-weight-only --rows 1 8 --dry-run",
@@ -110,7 +110,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         doctor.doctor,
-        "show versions, devices, the cache and which kernels run here, each checked by a product",
+        "show versions, devices, the cache and the kernels that run here, each tested with a product",
         ("mxtensor doctor", "mxtensor doctor --json"),
         ("json",),
     ),
@@ -163,7 +163,7 @@ def _usage_of(chosen: argparse.Namespace) -> str | None:
     if chosen.command == "quantize" and (chosen.format is None) == (chosen.plan is None):
         return "pass either --format, or --plan with the file of a plan"
     if chosen.command == "quantize" and chosen.plan is not None and chosen.include_head:
-        return "--include-head belongs to --format; a plan says itself what happens to the head"
+        return "--include-head is for --format; a plan has its own format for the head"
     if chosen.command == "report" and chosen.text is not None and chosen.inputs is not None:
         return "pass --text or --inputs, not both"
     return None
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = None  # nothing to flush at the end
         return FAILED
     except EXPECTED as error:
-        note(f"error: {spelled(told(error), options)}")
+        note(f"error: {in_options(message_of(error), options)}")
         return FAILED
     except KeyboardInterrupt:
         note("interrupted; the destination was not written" if hasattr(chosen, "output") else "interrupted")

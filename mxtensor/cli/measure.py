@@ -61,7 +61,7 @@ def eval_model(arguments: argparse.Namespace) -> int:
         "model": arguments.path, "bits": size.bits, "bytes": size.nbytes, "tokens": found.tokens,
         "window": arguments.window, "perplexity": found.perplexity,
     }  # fmt: skip
-    header = ["model", "bits a value", "MB", "tokens", "perplexity"]
+    header = ["model", "bits per value", "MB", "tokens", "perplexity"]
     lines = [[*_stored(arguments.path, size), f"{found.tokens}", f"{found.perplexity:.2f}"]]
     if reference is not None:
         fields |= {"reference": arguments.reference, "reference_perplexity": found.reference_perplexity,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.text_table import text_table
-from .spelling import spelled
+from .spelling import in_options
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: all is done; a file, a tensor or a device is refused; wrong arguments; an interrupt."""
@@ -65,7 +65,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The same; of an error of the system, its reason and the file, without its number."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.strerror}: {error.filename!r}"
@@ -79,10 +79,10 @@ def is_terminal() -> bool:
 
 @contextmanager
 def warnings_as_notes(options: Mapping[str, str]) -> Iterator[None]:
-    """Warnings for the user are one line each. ``options``: as in ``spelled``."""
+    """Warnings for the user are one line each. ``options``: as in ``in_options``."""
 
     def show(message: Warning | str, *rest: Any, **more: Any) -> None:
-        print(f"mxtensor: warning: {spelled(' '.join(str(message).split()), options)}", file=stream, flush=True)
+        print(f"mxtensor: warning: {in_options(' '.join(str(message).split()), options)}", file=stream, flush=True)
 
     stream = sys.stderr  # which a library does not redirect
     with warnings.catch_warnings():

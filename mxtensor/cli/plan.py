@@ -24,7 +24,7 @@ def make_plan(arguments: argparse.Namespace) -> int:
     smallest = min(recipe_of(format).stored.format.bits_per_value for format in formats)
     if arguments.bits < smallest:  # before the model is loaded and measured
         raise ValueError(
-            f"--bits {arguments.bits:g}: the smallest of the formats has {smallest:g} bits a value; pass more"
+            f"--bits {arguments.bits:g}: the smallest of the formats has {smallest:g} bits per value; pass more"
         )
     check_page(arguments.output)
     text = read_text(arguments.text)  # before the model, which takes longer
@@ -50,5 +50,5 @@ def make_plan(arguments: argparse.Namespace) -> int:
 def read_plan(path: str) -> Plan:
     """The plan in a file; a note of what it plans."""
     found = Plan.load(path)
-    note(f"{path}: {found.bits:.3g} bits a value over {len(found.weights)} weights")
+    note(f"{path}: {found.bits:.3g} bits per value over {len(found.weights)} weights")
     return found

@@ -14,7 +14,7 @@ VALUE = r"""(?P<value>True|False|None|'[^']*'|"[^"]*"|\d+)?"""
 QUOTES = "'\""
 
 
-def spelled(text: str, options: Mapping[str, str]) -> str:
+def in_options(text: str, options: Mapping[str, str]) -> str:
     """``text`` with ``name=value`` of Python as an option of the command. ``options``: name -> option."""
     if not options:
         return text

@@ -77,7 +77,7 @@ def _model(path: str, products: Iterable[Weights], format: str | None, device: s
 
 
 def tune(arguments: argparse.Namespace) -> int:
-    """``tune``. Without a CUDA device it says what it would measure, and the exit code is 1; 0 with ``--dry-run``."""
+    """``tune``. Without a CUDA device it lists the products, and the exit code is 1 (with ``--dry-run`` 0)."""
     products = products_of(arguments.path, arguments.format)
     rows = tuple(arguments.rows)
     dry = arguments.dry_run or not torch.cuda.is_available()

@@ -1,1 +1,1 @@
-"""What ``torch.compile`` is told: a pass that merges products of one input, and when kernels may start early."""
+"""Extensions of ``torch.compile``: a pass that merges products of one input, and early starts of kernels."""

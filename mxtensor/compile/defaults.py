@@ -20,9 +20,10 @@ decoded token of a small model spends a tenth of its time on a CPU in them."""
 
 
 def compile_passes(enabled: bool) -> None:
-    """Whether ``torch.compile`` optimizes graphs that are compiled from now on for their quantized products.
+    """Enable or disable the optimization of graphs with quantized products by ``torch.compile``.
 
-    The default is True. Graphs without such products are never changed. Options of a call of ``torch.compile`` win.
+    Applies to graphs that are compiled later; enabled by default. Graphs without such products are never changed.
+    Options that are passed to ``torch.compile`` take precedence.
     """
     COMPILATION["passes"] = bool(enabled)
 

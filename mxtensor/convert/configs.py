@@ -198,7 +198,7 @@ def recipe_of(config: Any) -> LinearRecipe:
     an unknown format name, TypeError for any other object.
     """
     if isinstance(config, type):
-        raise TypeError(f"cannot quantize by the class {config.__name__}; pass an instance: {config.__name__}()")
+        raise TypeError(f"cannot quantize with the class {config.__name__}; pass an instance: {config.__name__}()")
     if isinstance(config, LinearRecipe):
         return config
     if hasattr(config, "linear_recipe"):
@@ -212,9 +212,9 @@ def recipe_of(config: Any) -> LinearRecipe:
         return ours.linear_recipe()  # type: ignore[no-any-return]
     instead = instead_of(type(config).__name__)
     if instead:
-        raise TypeError(f"cannot quantize by {described(config)}{instead}")
+        raise TypeError(f"cannot quantize with {described(config)}{instead}")
     raise TypeError(
-        f"cannot quantize by {described(config)}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a "
+        f"cannot quantize with {described(config)}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a "
         "LinearRecipe, or one of the configs MXDynamicActivationMXWeightConfig, "
         "NVFP4DynamicActivationNVFP4WeightConfig, NVFP4WeightOnlyConfig; to train, MXLinearConfig or a recipe such as "
         "MXFP8BlockScaling()"

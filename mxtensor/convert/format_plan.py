@@ -50,14 +50,14 @@ class Plan(FqnToConfig):
     weights: Mapping[str, PlannedWeight] = field(default_factory=dict)
     """By the name of the parameter, what was measured."""
     measure: str = "kl"
-    """``"kl"``: errors are KL divergences in nats a token; see ``mx.plan``."""
+    """``"kl"``: errors are KL divergences in nats per token; see ``mx.plan``."""
 
     def _of(self, kind: str) -> list[float]:
         table = self.table()
         for fqn, weight in self.weights.items():
             if table.get(fqn) not in weight.errors:
                 raise ValueError(
-                    f"Plan: {fqn} has {table.get(fqn)!r}, which was not measured; choose one of "
+                    f"Plan: the format of {fqn} is {table.get(fqn)!r}, which was not measured; choose one of "
                     f"{', '.join(weight.errors)}"
                 )
         return [getattr(weight, kind)[table[fqn]] for fqn, weight in self.weights.items()]
@@ -74,11 +74,11 @@ class Plan(FqnToConfig):
 
     @property
     def error(self) -> float:
-        """The sum of the errors of all weights: for ``"kl"`` about the KL divergence, rounded to nearest."""
+        """The sum of the errors of all weights: for ``"kl"`` about the KL divergence, if rounded to nearest."""
         return sum(self._of("errors"))
 
     def with_bits(self, bits: float) -> Plan:
-        """The plan for another budget, from the same errors. Raises ValueError if no choice is that small."""
+        """The plan for another budget, from the same errors. Raises ValueError if the formats need more bits."""
         return planned_for(self.weights, bits, self.measure)
 
     def save(self, path: str | Path) -> None:
@@ -94,7 +94,7 @@ class Plan(FqnToConfig):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a file of ``save``. Raises ValueError for a file that is none, OSError for one that cannot be read."""
+        """Read a file of ``save``. Raises ValueError for another file, OSError for one that cannot be read."""
         raw = Path(path).read_bytes()
         try:
             fields = json.loads(raw.decode("utf-8"))
@@ -150,7 +150,7 @@ def _checked(row: dict[str, Any]) -> PlannedWeight:
 
 
 def planned_for(weights: Mapping[str, PlannedWeight], bits: float, measure: str) -> Plan:
-    """The plan with the least sum of errors whose weights have at most ``bits`` bits a value, all together."""
+    """The plan with the least sum of errors whose weights have at most ``bits`` bits per value, all together."""
     check("plan", "bits", bits, POSITIVE)
     values = sum(weight.values for weight in weights.values())
     choices = {
@@ -160,7 +160,7 @@ def planned_for(weights: Mapping[str, PlannedWeight], bits: float, measure: str)
     smallest = sum(min(weight.nbytes.values()) for weight in weights.values())
     if bits * values < 8 * smallest:
         raise ValueError(
-            f"plan: bits is {bits:g}, and the smallest formats take {8 * smallest / values:.4g} bits a value; "
+            f"plan: bits is {bits:g}, and the smallest formats take {8 * smallest / values:.4g} bits per value; "
             "pass more bits, or smaller formats"
         )
     return Plan(within(max(int(bits * values / 8), smallest), choices), weights=weights, measure=measure)

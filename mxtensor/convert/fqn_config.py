@@ -20,12 +20,12 @@ DEFAULT = "_default"
 class FqnToConfig(KnownFields):
     """A config for each module or parameter, by its fully qualified name (torchao's fields).
 
-    Keys are names of modules or parameters, regular expressions of them after ``re:``, which match whole names, and
-    ``_default``. Values are what ``quantize_`` takes; None leaves the weights as they are. The first of these counts
-    for a weight: the name of the parameter, that of its module, the first expression that matches the parameter, the
-    first that matches the module, ``_default``. ``_default`` applies to the layers that ``quantize_`` would convert
-    without a filter; the other keys apply to embeddings, heads and routers too. Raises TypeError for keys that are no
-    text, ValueError for an expression that is none and for two different tables.
+    Keys are names of modules or parameters, ``re:`` with a regular expression that matches whole names, or
+    ``_default``. Values are what ``quantize_`` takes; None leaves the weights unquantized. A weight takes the first of
+    these keys that exists: the name of the parameter, the name of its module, the first expression that matches the
+    parameter, the first that matches the module, ``_default``. ``_default`` applies to the layers that ``quantize_``
+    would convert without a filter; the other keys apply to embeddings, heads and routers too. Raises TypeError for keys
+    that are not strings, ValueError for an invalid regular expression and for two different tables.
     """
 
     fqn_to_config: Mapping[str, Any] = field(default_factory=dict)
@@ -42,18 +42,19 @@ class FqnToConfig(KnownFields):
         for table in (one, other):
             if not isinstance(table, Mapping) or not all(isinstance(key, str) for key in table):
                 raise TypeError(
-                    f"{type(self).__name__} takes a dict of names to configs, with text as keys, not {described(table)}"
+                    f"{type(self).__name__} takes a dict of names to configs, with strings as keys, not "
+                    f"{described(table)}"
                 )
         if one and other and one != other:
             raise ValueError(
-                f"{type(self).__name__}: fqn_to_config and module_fqn_to_config differ; give one of the two"
+                f"{type(self).__name__}: fqn_to_config and module_fqn_to_config differ; pass only one of them"
             )
         for key in one or other:
             _compiled(key)
         return one or other
 
     def key_of(self, module_name: str, parameter_name: str) -> str | None:
-        """The key that counts for a parameter, both names in full; None if no key matches, or ``_default`` only."""
+        """The key for a parameter, by the full names of its module and its own; None if only ``_default`` matches."""
         table = self.table()
         for name in (parameter_name, module_name):
             if name in table and name != DEFAULT:
@@ -78,4 +79,4 @@ def _compiled(key: str) -> re.Pattern[str] | None:
     try:
         return re.compile(key[3:])
     except re.error as error:
-        raise ValueError(f"FqnToConfig: {key!r} is no regular expression: {error}") from None
+        raise ValueError(f"FqnToConfig: {key!r} is not a valid regular expression: {error}") from None

@@ -1,4 +1,4 @@
-"""The size of a whole model: what is quantized, what is not, and the bits a weight over both.
+"""The size of a whole model: what is quantized, what is not, and the bits per weight over both.
 
 print(mx.model_size(mx.quantize_(model, "mxfp4-weight-only")))
 """
@@ -21,7 +21,7 @@ from .weights import KINDS
 _log = logging.getLogger("mxtensor")
 
 NOTABLE = 0.1
-"""``quantize_`` says a sentence if heads and embeddings in high precision are more than this share of the values."""
+"""``quantize_`` warns if heads and embeddings in high precision are more than this fraction of the values."""
 HEAD, TIED, LOOKUP, LAYER, REST = "head", "head and embedding", "embedding", "layers", "other parameters"
 ORDER = (LAYER, TIED, HEAD, LOOKUP, REST)
 
@@ -81,7 +81,7 @@ def _named(group: Group) -> str:
 
 
 def model_size(model: nn.Module) -> ModelSize:
-    """What the parameters of ``model`` take, by use and by how they are stored; buffers are not counted.
+    """The memory of the parameters of ``model``, by use and by format; buffers are not counted.
 
     A parameter that modules share is counted once. Of a sharded parameter, the shard of this rank is counted. Raises
     TypeError for anything but a module.
@@ -130,11 +130,11 @@ def _uses(model: nn.Module) -> dict[int, str]:
     return uses
 
 
-def say_what_is_left(model: nn.Module) -> None:
-    """Log one sentence about heads and embeddings that stay in high precision, if they are much of the model.
+def warn_of_unquantized_heads(model: nn.Module) -> None:
+    """Log a warning about heads and embeddings that stay in high precision, if they are a large part of the model.
 
-    They set the size of a small language model: 4.25 bits of its layers are more bits over all of it. The sentence is a
-    warning of the logger ``mxtensor``, which Python prints to stderr unless a handler is set.
+    They dominate the size of a small language model, which then has more bits per value than its layers. The warning is
+    one of the logger ``mxtensor``, which Python prints to stderr unless a handler is set.
     """
     size = model_size(model)
     left = [group for group in size.groups if not group.quantized and group.use in (HEAD, TIED, LOOKUP)]

@@ -23,7 +23,7 @@ from ..training.interception import run
 def to_mxfp8(x: Tensor, block_size: int = 32) -> MXTensor:
     """``x`` in MXFP8 E4M3: ``block_size`` (16, 32, 64 or 128) values of the last dimension share a power-of-two scale.
 
-    ``.dequantize()`` gives the values in the dtype of ``x``. The size is 1 + 1 / block_size bytes a value. Raises
+    ``.dequantize()`` gives the values in the dtype of ``x``. The size is 1 + 1 / block_size bytes per value. Raises
     ValueError for other block sizes, TypeError for a dtype that is not floating-point.
     """
     return quantize(x, get_mx_format("mxfp8_e4m3", block_size))
@@ -72,7 +72,7 @@ class MXFP8Linear(nn.Linear):
             )
         if config is not None and block_size not in (32, config.block_size):
             raise ValueError(
-                f"MXFP8Linear: block_size is {block_size}, that of config {config.block_size}; give one of the two"
+                f"MXFP8Linear: block_size is {block_size}, that of config {config.block_size}; pass only one of them"
             )
         config = MXFP8Config(block_size) if config is None else config
         super().__init__(in_features, out_features, bias, device, dtype)

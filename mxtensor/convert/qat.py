@@ -121,7 +121,7 @@ def _cast_of(config: Any) -> Cast:
         ours = from_torchao(config, FAKE_QUANTIZE_CONFIGS)
         if ours is None:
             raise TypeError(
-                f"QATConfig: cannot round by {described(config)}; pass an MXFakeQuantizeConfig or an "
+                f"QATConfig: cannot round with {described(config)}; pass an MXFakeQuantizeConfig or an "
                 "NVFP4FakeQuantizeConfig"
             )
         config = ours

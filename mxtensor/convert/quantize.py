@@ -24,7 +24,7 @@ from .choose import choose
 from .configs import Config, NVFP4DynamicActivationNVFP4WeightConfig
 from .heads import heads
 from .instance_methods import count_codes, show_format
-from .model_size import say_what_is_left
+from .model_size import warn_of_unquantized_heads
 from .plan import Change, planned
 from .qat import QATConfig, QATStep, prepare, prepared_changes, qat_config_of, restore
 from .static_inputs import static_config_of
@@ -50,21 +50,21 @@ def quantize_(
     transformers' Conv1D and modules of stacked experts. The default skips embeddings, layers that share a weight with
     one, ``lm_head`` and routers. ``include_head=True`` adds ``lm_head`` and linear layers that share a weight with an
     embedding; that weight is quantized once, for the product and for the lookup. If modules share a weight and the
-    filter accepts one of them, the weight is quantized for all of them. Embeddings are not trained quantized, and
-    neither are modules that are experts by the name of their class and of no kind that is known: a warning names them.
+    filter accepts one of them, the weight is quantized for all of them. Embeddings do not train quantized. Neither do
+    modules whose class name says that they are experts, but whose parameters are not recognized: a warning names them.
     Returns ``model``.
 
-    If heads and embeddings that the default filter skips are more than a tenth of the values, a warning of the logger
-    ``mxtensor`` names them and the bits a value over the whole model. ``mx.model_size(model)`` has all of it.
+    If heads and embeddings that the default filter skips are more than a tenth of the values, the logger ``mxtensor``
+    warns with their names and the bits per value of the whole model. ``mx.model_size(model)`` shows the details.
 
     Every weight is checked before the first one changes: if this raises ValueError or TypeError, for an unknown config
-    or for a weight that cannot be quantized (no parameter, as under weight_norm; not floating-point; sparse; sharded;
-    without values), the model is as it was. A failure after that, such as an interrupt or too little memory, restores a
-    model for training. For inference each original is freed when its weight is quantized, so that the model takes at
-    most the memory of one weight more than before; the model is then usable, each weight quantized or as it was, and
-    another call quantizes the rest.
+    or for a weight that cannot be quantized (not a parameter, as under weight_norm; not floating-point; sparse;
+    sharded; without values), the model is unchanged. After a later failure, such as an interrupt or too little memory,
+    a model for training is restored. For inference each original is freed when its weight is quantized, so that the
+    model needs at most the memory of one more weight than before; after a failure the model is usable, with some
+    weights quantized and the others unchanged, and another call quantizes the rest.
 
-    Warns if no layer matches, or if ``include_head`` finds no head. Make the optimizer for training after this call:
+    Warns if no layer matches, or if ``include_head`` finds no head. Create the optimizer for training after this call:
     parameters are new objects over the same memory, with the attributes that were set on the old ones.
     """
     if not isinstance(model, nn.Module):
@@ -92,7 +92,7 @@ def quantize_(
     for weight in left_out:
         _training("left_out").watch(weight.module, weight.name)
     if any(not change.recipe.trains for change in changes) and not include_head and filter_fn is None:
-        say_what_is_left(model)
+        warn_of_unquantized_heads(model)
     return model
 
 
@@ -134,7 +134,7 @@ def _warn(model: nn.Module, changes: Sequence[Change], left_out: Sequence[Weight
         return
     done = any(isinstance(parameter, MXTensor) for parameter in model.parameters())
     why = (
-        "its weights are quantized already, and frozen; quantize the model anew from its high-precision values"
+        "its weights are quantized already, and frozen; to change the format, quantize the high-precision model"
         if done
         else f"no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} passed the filter"
     )

@@ -1,4 +1,4 @@
-"""Checks of arguments where they come from users: the error says what was given, and what to pass instead.
+"""Checks of arguments from users: the error shows the given value, and what to pass instead.
 
 ``check("quantize", "seed", seed, optional(INTEGER))``, or ``@checked()`` for all arguments of a constructor: the
 annotation of an argument says its Kind (KINDS), and ``checked(num_gemms=COUNT)`` says more. Calls of a layer are not

@@ -178,7 +178,7 @@ def nonstrict_trace(function: Function) -> Function:
     """Dynamo leaves the function whole to AOTAutograd, which traces it as eager code runs.
 
     torch exports it from ``torch._dynamo`` only; ``torch.compiler.allow_in_graph`` gives the function fake tensors that
-    are no tensor subclasses. Missing: the function as it is, which Dynamo then traces, with graph breaks.
+    are not tensor subclasses. Missing: the function as it is, which Dynamo then traces, with graph breaks.
     """
     mark = getattr(torch._dynamo, "nonstrict_trace", None)
     return function if mark is None else mark(function)

@@ -1,6 +1,6 @@
-"""The tables of rules: aten ops and torch functions of an MXTensor, and ``strict()``, which forbids to dequantize.
+"""The tables of rules for aten ops and torch functions of an MXTensor, and ``strict()``, which forbids dequantization.
 
-Knows no tensor. ``ops/`` fills the tables.
+Independent of the tensor class. ``ops/`` fills the tables.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def implements_function(*functions: Any) -> Callable[[Rule], Rule]:
 _strict: Scopes[bool] = Scopes("strict", False)
 _LOCK = threading.Lock()
 OPEN = {"strict": 0}
-"""How many ``strict()`` are open in all threads. A graph that has read it is compiled anew inside a block."""
+"""The number of open ``strict()`` blocks of all threads. Graphs have a guard on it: inside a block they recompile."""
 
 
 @contextmanager
 def strict() -> Iterator[None]:
     """Inside the block, an op that would dequantize an MXTensor raises a NotImplementedError that names it.
 
-    So does a product that a recipe for training leaves in high precision because it has no rule for it, such as that of
-    stacked experts.
+    So does a product with a training weight that runs in high precision because it is not recognized as a linear layer,
+    such as an einsum over stacked experts.
     """
     with _LOCK:
         OPEN["strict"] += 1

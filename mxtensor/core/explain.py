@@ -80,7 +80,7 @@ def _can_time(spec: Spec) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """One decision: what was asked, what ran, and why each faster kernel did not."""
+    """One decision: the call, the kernel that ran, and why each faster kernel refused."""
 
     spec: Spec
     kernel: str
@@ -96,7 +96,7 @@ class Entry:
 
 @dataclass
 class Log:
-    """What ``explain()`` yields: the decisions taken inside its block, in order."""
+    """The decisions inside an ``explain()`` block, in order."""
 
     entries: list[Entry] = field(default_factory=list)
     """The first MAX_ENTRIES decisions; the table counts the later ones too."""

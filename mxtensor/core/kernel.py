@@ -1,4 +1,4 @@
-"""What a kernel is, and what it is asked: a kernel either accepts a call or refuses it with a sentence.
+"""Kernel and Spec: a kernel either accepts a call or refuses it with a reason, a sentence.
 
 Knows no tensor and no kernel. ``kernels/`` holds tuples of Kernel; ``select`` asks them.
 """
@@ -15,7 +15,7 @@ from . import devices
 
 
 class Spec(NamedTuple):
-    """What a kernel decides on. Shapes are logical. Every call makes several, so that text is made on demand."""
+    """The properties of a call by which kernels decide. Shapes are logical. Text is made on demand, for speed."""
 
     op: str
     shapes: tuple[tuple[int, ...], ...]
@@ -34,7 +34,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """``refuses(spec, *operands)`` returns a sentence or None; ``run(*operands)`` does the work."""
+    """``refuses(spec, *operands)`` returns the reason for a refusal or None; ``run(*operands)`` does the work."""
 
     name: str
     refuses: Callable[..., str | None]

@@ -1,7 +1,7 @@
 """Names of TransformerEngine and torchao that this package does not have, and what to use in their place.
 
 A name that is here under the same name is in no table. Names that mean the same, such as ``ModuleFqnToConfig``, have
-one name here: the error says it.
+one name here, which the error gives.
 """
 
 from __future__ import annotations

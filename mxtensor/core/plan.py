@@ -21,7 +21,7 @@ MAX_PLANS = 4096
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """What a call runs, and why the faster kernels before it do not."""
+    """The kernel that a call runs, and why the faster kernels before it refuse."""
 
     spec: Spec
     kernel: Kernel | None

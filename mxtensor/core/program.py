@@ -40,14 +40,14 @@ class Value(NamedTuple):
 
 @dataclass
 class Node:
-    """One step: ``function(*args, **kwargs)`` gives ``results``; None stands for a result that nobody needs."""
+    """One step: ``function(*args, **kwargs)`` gives ``results``; None stands for a result that is not needed."""
 
     function: Any
     args: Any
     kwargs: dict[str, Any]
     results: Any
     pure: bool = False
-    """Whether the step may be left out if nobody needs its results."""
+    """Whether the step may be left out if its results are not needed."""
     geometry: tuple[Any, ...] = ()
     """Of the result of an allocation or of a view."""
 
@@ -154,12 +154,12 @@ class _Writer:
         self.lines: list[str] = []
         self.addresses: set[int] = set()
 
-    def name(self, thing: Any) -> str:
+    def name(self, obj: Any) -> str:
         """The name of an object in the source."""
-        if id(thing) not in self._known:
+        if id(obj) not in self._known:
             name = f"k{len(self.names)}"
-            self._known[id(thing)], self.names[name] = name, thing
-        return self._known[id(thing)]
+            self._known[id(obj)], self.names[name] = name, obj
+        return self._known[id(obj)]
 
     def text(self, x: Any) -> str:
         """An argument, tensors by their names."""
@@ -232,7 +232,7 @@ def _uses(node: Node) -> set[int]:
 
 
 def without_unused(nodes: Sequence[Node], results: Sequence[Value | None]) -> list[Node]:
-    """The nodes without those whose results nobody needs."""
+    """The nodes without those whose results are not needed."""
     needed = {value.at for value in results if value is not None}
     out = []
     for node in reversed(nodes):
@@ -266,8 +266,8 @@ def _shared_memory(nodes: Sequence[Node], needed: set[int], now: dict[int, int])
 def program_of(
     nodes: Sequence[Node], inputs: Sequence[Value | None], results: Sequence[Value | None], device: torch.device
 ) -> Program:
-    """The program of ``nodes``, without steps whose results nobody needs; memory is freed after its last use, but that
-    which launches alone use, which is one allocation."""
+    """The program of ``nodes``, without steps whose results are not needed. Memory is freed after its last use, except
+    for temporary memory of launches, which is one allocation."""
     nodes, now = without_first_views(
         without_unused(nodes, results), {value.at for value in results if value is not None}
     )

@@ -7,8 +7,8 @@ A general function decides, checks and looks up much before it allocates, launch
 same shapes, strides, dtypes and alignment all of that comes out the same. A ``Program`` is what remains: ops of torch,
 kernel launches, and nothing else, as one generated function. It holds no tensor.
 
-The recorder sees ops of torch by itself. Code that writes memory in another way says so: ``launch`` for a kernel that
-takes addresses, ``call`` for any other function, ``refuse`` where a later call could not do the same.
+The recorder records ops of torch by itself. Code that writes memory in another way must call it: ``launch`` for a
+kernel that takes addresses, ``call`` for any other function, ``refuse`` where a later call could not do the same.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def call(function: Callable[..., Result], *args: Any) -> Result:
 
 
 def constant(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``function(*args)``: a tensor that is the same in every call, and that nobody writes."""
+    """``function(*args)``: a tensor that is the same in every call, and is never written."""
     recorder = active()
     if recorder is None:
         return function(*args)

@@ -66,7 +66,7 @@ def plan_for(
     """The plan of a call, from the cache if it may be; nothing is logged.
 
     ``facts``: all that the refusals look at beside the spec. With them the plan is cached, unless the call is traced.
-    ``prefer``: the kernel that a recipe names; an enclosing ``kernels()`` wins.
+    ``prefer``: the kernel that a recipe names; an enclosing ``kernels()`` overrides it.
     """
     if facts is None or spec.traced:
         return decide(candidates, spec, *operands, prefer=prefer)

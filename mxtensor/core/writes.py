@@ -1,4 +1,4 @@
-"""How many writes to codes and scales there have been, so that values that were decoded before can be told from now's.
+"""How many writes to codes and scales there have been, so that values decoded before a write are not used after it.
 
 torch does not count the writes of a rule: inside ``__torch_dispatch__`` the version counters of codes and scales stay.
 Writes that are only traced count by themselves, because they change no memory.

@@ -7,7 +7,8 @@
 
 What a quantized product takes next is sent as codes: the input of fprop and the gradient of dgrad. Their casts have
 blocks of one row and scales that are powers of two, so that the layer's own cast of the received values gives the same
-values again. What the experts return is no operand of a product; it is sent as values unless ``quantize_combined``.
+values again. The results of experts are not operands of a product: they are sent as values unless
+``quantize_combined``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def refuses(cast: Cast | None, linear_recipe: LinearRecipe) -> str | None:
     if format.rows_are_blocked:
         return f"{format} has blocks of {format.block[0]} rows, which go to different ranks"
     if format.scale.significant_bits != 1:
-        return f"the scales of {format} are no powers of two: the layer's own cast would round again"
+        return f"the scales of {format} are not powers of two: the layer's own cast would round again"
     if cast.rounding is Rounding.STOCHASTIC and cast.scaling is ScaleCalculationMode.EVEN:
         return "an amax that EVEN rounds up may be rounded down stochastically: the layer's own cast would round again"
     return None

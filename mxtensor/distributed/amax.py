@@ -38,7 +38,7 @@ def share_amax(model: nn.Module, group: Any = None) -> None:
 
     Call it on every rank after the backward pass. With delayed scaling each rank otherwise scales by what it has seen
     itself, and a checkpoint, which stores a history once, would not continue all ranks exactly. One all-reduce of three
-    numbers a layer; nothing for a model without delayed scaling. Raises TypeError for another object.
+    numbers per layer; nothing for a model without delayed scaling. Raises TypeError for another object.
     """
     check("share_amax", "model", model, MODULE)
     check("share_amax", "group", group, _GROUP)

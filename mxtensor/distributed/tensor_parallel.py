@@ -60,7 +60,7 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
     """Check that the weight can be split along dimension ``dim``, 0 (out_features) or 1 (in_features).
 
     Raises ValueError if ranks would get parts of different sizes or parts of blocks, NotImplementedError if a scale
-    depends on values of two ranks that they do not share (delayed scaling, float8 with one scale a row).
+    depends on values of two ranks that they do not share (delayed scaling, float8 with one scale per row).
     """
     weight, world = module.weight, mesh.size()
     extent, name = weight.shape[dim], ("out_features", "in_features")[dim]
@@ -155,7 +155,7 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     ``input_layouts``: Replicate() (default), or Shard(dim) of a dimension of tokens, which is gathered: as codes and
     scales if ``explain()`` names the gather "quantized". Takes training weights (``quantize_`` with a recipe), frozen
     MXTensors and plain weights; embeddings are torch's. ``parallelize_module`` raises ValueError for a layer whose
-    parts are not whole blocks, and NotImplementedError for delayed scaling and float8 with one scale a row.
+    parts are not whole blocks, and NotImplementedError for delayed scaling and float8 with one scale per row.
     Also takes ``mx.nn.Linear`` and ``mx.nn.LayerNormLinear``, whose recipe ``autocast`` gives.
     """
 
@@ -198,7 +198,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
 
     The partial results are summed in their dtype, as in torch's style, and the bias is added once after that.
     ``parallelize_module`` raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for
-    delayed scaling and float8 with one scale a row. Also takes ``mx.nn.Linear``, whose recipe ``autocast`` gives.
+    delayed scaling and float8 with one scale per row. Also takes ``mx.nn.Linear``, whose recipe ``autocast`` gives.
     """
 
     def __init__(

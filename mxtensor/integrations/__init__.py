@@ -1,4 +1,4 @@
-"""Other libraries that are told about this package: transformers' registries of quantizers and of attention, merges of
+"""Other libraries that this package registers with: transformers' registries of quantizers and of attention, merges of
 peft, and accelerate's function that puts a tensor into a module."""
 
 from __future__ import annotations

@@ -146,26 +146,26 @@ def _update_between_graphs(layer: KVCacheLayer, keys: Tensor, values: Tensor) ->
 
 
 class KVCache(Cache):
-    """A cache of transformers with keys and values in codes: ``model.generate(..., past_key_values=mx.KVCache())``.
+    """A cache of transformers with quantized keys and values: ``model.generate(..., past_key_values=mx.KVCache())``.
 
-    ``format``: one with blocks along the head, such as ``"mxfp8"`` (8.25 bits a value), ``"mxfp4"`` (4.25) or
-    ``"nvfp4"`` (4.5), or a Cast. ``config``: the model's, for models whose layers differ: layers with a sliding window
-    or a state keep transformers' own caches in high precision. ``max_cache_len``: memory for so many tokens is
-    allocated at the first one; None: it grows. ``static``: attention reads all ``max_cache_len`` places at each step,
-    so that a model compiles without graph breaks (``torch.compile(model, fullgraph=True)``). A model with an encoder
-    and a decoder needs two: ``transformers.EncoderDecoderCache(mx.KVCache(), mx.KVCache())``.
+    ``format``: one with blocks along the head dimension, such as ``"mxfp8"`` (8.25 bits per value), ``"mxfp4"`` (4.25)
+    or ``"nvfp4"`` (4.5), or a Cast. ``config``: ``model.config``, for models whose layers differ: layers with a sliding
+    window or a recurrent state get transformers' own caches, in high precision. ``max_cache_len``: memory for this many
+    tokens is allocated at the first one; None: it grows. ``static``: attention reads all ``max_cache_len`` places at
+    each step, so that a model compiles without graph breaks (``torch.compile(model, fullgraph=True)``). An
+    encoder-decoder model needs two: ``transformers.EncoderDecoderCache(mx.KVCache(), mx.KVCache())``.
 
-    The first 16 tokens stay in high precision, and keys lose a mean that softmax does not see. Attention reads what the
-    cache holds, also at the first pass over a prompt. Set ``attn_implementation="sdpa"``, which
-    is transformers' default: it reads codes. Raises ValueError for an unknown format and for ``static`` without
-    ``config`` and ``max_cache_len``, NotImplementedError for one whose
-    scales belong to several tokens, and for a ``config`` with another implementation of attention than sdpa or eager.
+    The first 16 tokens stay in high precision. The mean of the prompt's keys is subtracted from keys before they are
+    quantized, which does not change the softmax. Attention reads the stored values, also in the first pass over a
+    prompt. Use ``attn_implementation="sdpa"``, transformers' default, which reads codes. Raises ValueError for an
+    unknown format and for ``static`` without ``config`` and ``max_cache_len``; NotImplementedError for a format whose
+    scales belong to several tokens, and for a ``config`` with an attention that needs plain tensors (flash, flex).
     """
 
     _last: int | None
-    """The layer that got tokens last."""
+    """The index of the layer that got tokens last."""
     _repeated: int | None
-    """A layer that got tokens twice in a row."""
+    """The index of a layer that got tokens twice in a row."""
     _filled: set[int]
     """All layers that got tokens."""
 
@@ -199,8 +199,8 @@ class KVCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store new tokens of a layer and return all of them.
 
-        Raises ValueError if a layer gets tokens twice in a row: those of an encoder belong in another cache. Without
-        ``config`` also if the first layer has no attention.
+        Raises ValueError if a layer gets tokens twice in a row, because those of an encoder belong in another cache;
+        without ``config`` also if the first layer has no attention.
         """
         if torch.compiler.is_dynamo_compiling():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -251,7 +251,7 @@ class KVCache(Cache):
             raise NotImplementedError(f"KVCache: layers of {', '.join(without)} have no {name}; leave out static=True")
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        """The state of a convolution. Raises ValueError without ``config``, which says what layers have a state."""
+        """The state of a convolution. Raises ValueError without ``config``, which names the layers that have one."""
         self._check_config(layer_idx)
         return super().get_conv_state(layer_idx, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """The static layer of ``mx.KVCache``: memory of one size and no step that depends on values, so that a model compiles.
 
 All tokens have their places from the start. How many there are is a tensor: positions are computed from it, and the
-mask hides what has no token yet. Places that a step must not write are sent to one more row, which nobody reads.
+mask hides empty places. Writes that a step must not make go to one more row, which is never read.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class StaticStorage(Pickled):
 class TracedTokens:
     """CachedTokens of a compiled graph: ``F.scaled_dot_product_attention`` reads codes, everything else the values.
 
-    It is no tensor, because a graph holds tensors of torch only: a graph has the ops that its methods call.
+    It is not a tensor, because a graph can hold tensors of torch only: a graph has the ops that its methods call.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ def check_format(format: Format) -> None:
     """Raise NotImplementedError for a format whose scales belong to several tokens, or to rows of one head."""
     if format.block[0] != 1:
         raise NotImplementedError(
-            f"KVCache: a scale of {format} belongs to several tokens, which come one by one; pass a format with blocks "
-            "along the head, such as mxfp8, nvfp4 or float8_row"
+            f"KVCache: several tokens share a scale of {format}, and tokens are added one by one; pass a format with "
+            "blocks along the head, such as mxfp8, nvfp4 or float8_row"
         )
     if format.row_scaled:
         raise NotImplementedError(f"KVCache: {format} has a global scale for each row; pass nvfp4, which has one")
@@ -80,7 +80,7 @@ def check_states(x: Tensor, format: Format) -> None:
         )
     if x.shape[-1] % 8:
         raise ValueError(
-            f"KVCache: heads of {x.shape[-1]} values are no multiple of 8, and codes of {format} are "
+            f"KVCache: heads of {x.shape[-1]} values are not a multiple of 8, and codes of {format} are "
             "read 8 at a time; use transformers' DynamicCache for this model"
         )
 
@@ -152,7 +152,7 @@ class KVStorage(Pickled):
         """Allocate memory for tokens like ``x``.
 
         Raises TypeError for another dtype than those that casts take, ValueError for other dimensions and for heads
-        whose codes are no whole bytes.
+        whose codes are not whole bytes.
         """
         check_states(x, self.cast.format)
         if self.first is not None and (self.length or same_sizes(x, self.first)):

@@ -22,8 +22,6 @@ from ..kernels.attention.spec import AttentionArgs, Tokens
 from ..kernels.quantize.select import dequantize_operand
 
 EVERYTHING = slice(None)
-NEW_DIMENSION = (EVERYTHING, EVERYTHING, None, EVERYTHING, EVERYTHING)
-"""The index by which transformers inserts a dimension for the queries of a group."""
 
 
 class CachedTokens(Tensor):

@@ -194,7 +194,7 @@ class DotProductAttention(nn.Module):
         if (left, right) == (-1, 0) and not MASKS[mask_type].causal:
             if not torch.compiler.is_compiling():
                 warnings.warn(
-                    f"{name}: window_size=(-1, 0) is no limit with attn_mask_type={mask_type!r}, as in "
+                    f"{name}: window_size=(-1, 0) limits nothing with attn_mask_type={mask_type!r}, as in "
                     "TransformerEngine; choose a causal type to hide the keys after the query",
                     UserWarning,
                     stacklevel=2,

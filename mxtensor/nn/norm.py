@@ -123,7 +123,7 @@ class _Shaped(Norm):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         check(name, "normalized_shape", shape, SIZES)
         if None not in (params_dtype, dtype):
-            raise ValueError(f"{name}: params_dtype is {params_dtype} and dtype is {dtype}; give one of the two")
+            raise ValueError(f"{name}: params_dtype is {params_dtype} and dtype is {dtype}; pass only one of them")
         super().__init__(shape, eps, self.kind, zero_centered_gamma, device, params_dtype or dtype)
         self.normalized_shape = tuple(shape)
         for parameter in () if sequence_parallel is None else self.parameters():

@@ -50,7 +50,7 @@ class ProductState:
     def __init__(self) -> None:
         self.delayed: DelayedState | None = None
         self.loaded: dict[str, Tensor] | None = None
-        """A delayed state from a checkpoint, until the first forward pass tells the recipe it belongs to."""
+        """A delayed state from a checkpoint, until the first forward pass shows which recipe it belongs to."""
         self._cached_weight: _CachedWeight | None = None
         self._pending: list[Callable[[], None]] = []
 

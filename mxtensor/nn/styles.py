@@ -92,7 +92,7 @@ def split_by_style(module: Any, style: Any, mode: str, mesh: Any) -> Any:
 def _first(x: Tensor, dim: int | None) -> Tensor:
     """The dimension of tokens that ranks share as dim 0, for which the modules gather and scatter."""
     if dim is not None and dim >= x.dim() - 1:
-        raise ValueError(f"Shard({dim}) of an input {tuple(x.shape)} is no dimension of tokens; use Shard(-1)")
+        raise ValueError(f"Shard({dim}) of an input {tuple(x.shape)} is not a dimension of tokens; use Shard(-1)")
     return x if dim is None else x.movedim(dim, 0)
 
 

@@ -23,7 +23,7 @@ EPSILON = Kind("a number from 0 to the largest float32", NUMBER.accepts, lambda 
 
 @dataclass(frozen=True)
 class Cast:
-    """How high-precision values become an operand. Frozen and hashable."""
+    """How a tensor is quantized: format, scale rule and rounding. Frozen and hashable."""
 
     format: Format
     scaling: ScaleCalculationMode = ScaleCalculationMode.RCEIL
@@ -35,7 +35,7 @@ class Cast:
     amax_epsilon: float = 0.0
     """A smaller amax counts as this number, in float32 scales (TransformerEngine); other scales have no such floor."""
     four_over_six: FourOverSix | None = None
-    """How NVFP4 chooses the scale of each block from that for 6 and that for 4; None: that for 6."""
+    """How NVFP4 chooses whether the amax of a block becomes 6 or 4; None: always 6."""
 
     def __post_init__(self) -> None:
         if not make_constant(self, "seed", "amax_epsilon"):
@@ -72,7 +72,7 @@ class Cast:
 
     @property
     def why_not_plain(self) -> str | None:
-        """Why a kernel refuses that has one scale for a block and one for the tensor; None if that is all it takes."""
+        """The reason for a refusal by kernels that support one scale per block and one per tensor only; else None."""
         if self.four_over_six is not None:
             return "computes one scale for a block, and four over six compares two"
         return "has one global scale, not one for each row" if self.format.row_scaled else None

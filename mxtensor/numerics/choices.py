@@ -1,4 +1,4 @@
-"""What a cast can be told by name: orientation, rule for scales, rounding, and how NVFP4 chooses its block scales."""
+"""Options of a cast, by name: orientation, scale rule, rounding, and how NVFP4 chooses its block scales."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ class Rounding(Enum):
 class FourOverSix(Enum):
     """How a cast to NVFP4 chooses for each block whether its amax becomes 6 or 4, the two largest elements.
 
-    Between 4 and 6 there is no element, so that many a block has a smaller error with the coarser scale. The names say
-    which error is compared, and the largest block scale of the tensor: 256 leaves room for the scale of 4, which is 1.5
-    times that of 6; with 448 the blocks with the largest values have no such scale (TransformerEngine's
-    ``nvfp4_4over6_err_mode`` and ``nvfp4_4over6_e4m3_use_256``).
+    There is no element between 4 and 6, so that many blocks have a smaller error with the larger scale, which maps the
+    amax to 4. A member names the error that is compared, and the largest block scale that maps an amax to 6: with 256,
+    the scale for 4, which is 1.5 times as large, is still an E4M3 number; with 448 the blocks with the largest values
+    have no such scale (TransformerEngine's ``nvfp4_4over6_err_mode`` and ``nvfp4_4over6_e4m3_use_256``).
     """
 
     MAE = "mae"

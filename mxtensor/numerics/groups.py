@@ -33,8 +33,8 @@ from .reference import decode_local, encode
 class Groups:
     """The groups of the rows of a matrix (M, ...), and their places in the padded matrix (P, ...).
 
-    Kernels that know groups read ``given``; all else is computed when it is asked for. Ends that are no ends of groups
-    (beyond the rows, decreasing) give groups of other rows of the matrix, or none.
+    Kernels that support groups read ``given``; everything else is computed on demand. Invalid ends (beyond the rows, or
+    decreasing) give groups of other rows of the matrix, or empty groups.
     """
 
     given: Tensor

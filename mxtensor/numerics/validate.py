@@ -96,12 +96,12 @@ def check_components(
     format: Format,
     shape: tuple[int, ...] | None,
     global_scale: Tensor | None,
-    apart: bool = False,
+    no_overlap: bool = False,
 ) -> Operand:
     """An operand of these tensors, as aliases of them: a later ``set_`` of an argument does not change it.
 
-    ``apart``: no two entries of a tensor may share memory, as in a file. Raises TypeError for a wrong type, dtype or
-    layout, ValueError for a wrong shape or device.
+    ``no_overlap``: no two entries of a tensor may share memory, as in a file. Raises TypeError for a wrong type, dtype
+    or layout, ValueError for a wrong shape or device.
     """
     element = format.element
     check_tensor(f"{format}: data", data, element.dtype, torch.uint8)
@@ -113,8 +113,8 @@ def check_components(
     if all(type(n) is int for n in shape) and math.prod([max(n, 1) for n in shape]) > _LARGEST // 8:
         raise ValueError(f"{format}: a shape of {shape} has too many values for torch")
     if len(shape) == 0 or tuple(data.shape) != format.data_shape(shape):
-        expected = format.data_shape(shape) if len(shape) else "at least one dimension"
-        raise ValueError(f"{format} of shape {tuple(shape)}: data must have shape {expected}, got {tuple(data.shape)}")
+        expected = f"shape {format.data_shape(shape)}" if len(shape) else "at least one dimension"
+        raise ValueError(f"{format} of shape {tuple(shape)}: data must have {expected}, got {tuple(data.shape)}")
     if tuple(scale.shape) != format.scale_shape(shape):
         raise ValueError(
             f"{format} of shape {tuple(shape)}: scale must have shape {format.scale_shape(shape)} (one for a block of "
@@ -138,7 +138,7 @@ def check_components(
         for name, t in named:
             if t is not None and not has_memory(t):
                 raise ValueError(f"{format}: the storage of {name} {tuple(t.shape)} was freed or is too short")
-            if t is not None and apart and not is_apart(t.shape, t.stride()):
+            if t is not None and no_overlap and not is_apart(t.shape, t.stride()):
                 raise ValueError(
                     f"{format}: entries of {name} share memory (shape {tuple(t.shape)}, strides {t.stride()}); clone it"
                 )
@@ -146,7 +146,7 @@ def check_components(
     return Operand(data, scale, None if global_scale is None else global_scale.detach().reshape(()), format, shape)
 
 
-def check_operand(what: str, operand: Any, apart: bool) -> Operand:
+def check_operand(what: str, operand: Any, no_overlap: bool) -> Operand:
     """``check_components`` of an operand that somebody else made."""
     if not isinstance(operand, Operand):
         raise TypeError(f"{what} must be an Operand or None, got {_short(operand)}")
@@ -154,7 +154,9 @@ def check_operand(what: str, operand: Any, apart: bool) -> Operand:
         raise TypeError(f"{what}: format must be a Format, got {_short(operand.format)}; see mx.get_format")
     if operand.shape is None:
         raise TypeError(f"{what}: shape must be a tuple of integers, got None")
-    return check_components(operand.data, operand.scale, operand.format, operand.shape, operand.global_scale, apart)
+    return check_components(
+        operand.data, operand.scale, operand.format, operand.shape, operand.global_scale, no_overlap
+    )
 
 
 def check_sizes(operand: Operand) -> None:
@@ -206,21 +208,21 @@ def check_outer(
     size: Any,
     stride: Any,
     offset: Any = 0,
-    apart: bool = False,
+    no_overlap: bool = False,
     any_stride: bool = False,
     rotated: Rotated | None = None,
 ) -> tuple[Operand | None, Operand | None, tuple[int, ...], tuple[int, ...]]:
     """Checked operands, size and strides of a quantized tensor, which ``MXTensor`` has as arguments.
 
-    ``apart``: as in ``check_components``. ``any_stride``: strides may reach further than the codes, or to one value
-    twice, as those of an expanded tensor do. ``rotated``: a checked copy beside the others, or the only one.
+    ``no_overlap``: as in ``check_components``. ``any_stride``: strides may reach further than the codes, or to one
+    value twice, as those of an expanded tensor do. ``rotated``: a checked copy beside the others, or the only one.
     Raises TypeError for a wrong type or dtype, ValueError for operands, sizes and strides that do not fit each other.
     """
     check_outer_dtype(dtype)
     if rowwise is None and columnwise is None and rotated is None:
         raise ValueError("a quantized tensor needs a rowwise or a columnwise operand, got neither")
-    row = None if rowwise is None else check_operand("rowwise", rowwise, apart)
-    column = None if columnwise is None else check_operand("columnwise", columnwise, apart)
+    row = None if rowwise is None else check_operand("rowwise", rowwise, no_overlap)
+    column = None if columnwise is None else check_operand("columnwise", columnwise, no_overlap)
     if column is not None and len(column.shape) < 2:
         raise ValueError(f"a columnwise operand needs two dimensions, got shape {column.shape}")
     if size is None:

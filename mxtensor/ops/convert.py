@@ -117,7 +117,7 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     w, indices = args[:2]
     rowwise = w.rowwise
     if rowwise is None:
-        reason = f"is stored {w.orientation.label}, where rows are no blocks"
+        reason = f"is stored {w.orientation.label}, where a row is not a row of blocks"
         return read(func, args, kwargs, reason)  # type: ignore[no-any-return]
     flat = indices.reshape(-1)
     block_rows, block_cols = rowwise.format.block

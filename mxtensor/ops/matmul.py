@@ -77,7 +77,7 @@ def _cast(side: Side, weight: Side) -> GemmOperand:
 
 
 def preference(weight: MXTensor | None) -> str | None:
-    """The product kernel that a weight asks for by name, if it does."""
+    """The name of the product kernel that the recipe of a weight requires; None if it requires none."""
     if weight is None or weight.recipe.kernel_preference is KernelPreference.AUTO:
         return None
     return str(weight.recipe.kernel_preference.value)

@@ -17,7 +17,7 @@ from ..core.arguments import described
 def has_other_layout(t: Any) -> bool:
     """Whether ``t`` is a tensor whose values are not at the strides of one memory: sparse, nested, of oneDNN.
 
-    Not a subclass, which says itself what its products are; an MXTensor would take microseconds to tell its layout.
+    Not a subclass, which defines its own products; for an MXTensor, reading the layout would take microseconds.
     """
     if not isinstance(t, Tensor) or type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False

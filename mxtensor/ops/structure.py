@@ -1,7 +1,7 @@
 """Joining, picking and repeating: ops that move whole blocks move codes and scales, and round nothing.
 
-If every value of the result has the code that it had, the result is quantized; otherwise it is dequantized, and the log
-says so.
+If every value of the result has the code that it had, the result is quantized; otherwise it is dequantized, which
+``explain()`` logs.
 """
 
 from __future__ import annotations

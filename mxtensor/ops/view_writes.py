@@ -16,7 +16,7 @@ from .fallback import is_view, keeps_size, note, viewed, written
 from .inplace import write_back
 
 SENDING = ("send", "barrier")
-"""The collectives whose first argument is only read; others fill it, which their schemas do not say."""
+"""The collectives that only read their first argument; others write to it, which their schemas do not declare."""
 
 
 def _targets(func: Any, args: Any, kwargs: Any) -> list[DequantizedView]:

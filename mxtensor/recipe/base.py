@@ -200,8 +200,11 @@ def check_choice(recipe: Recipe, name: str, allowed: tuple[Any, ...]) -> None:
         raise ValueError(f"{type(recipe).__name__}: {name} is {described(value)}; choose one of {names}")
 
 
-def spelt_choice(recipe: Recipe, name: str, allowed: Iterable[str]) -> str:
-    """The one of ``allowed`` that the field ``name`` is, but for its spelling. Raises ValueError for other values."""
+def matching_choice(recipe: Recipe, name: str, allowed: Iterable[str]) -> str:
+    """The one of ``allowed`` that equals the field ``name`` except for case, hyphens and underscores.
+
+    Raises ValueError if there is none.
+    """
     value, choices = getattr(recipe, name), tuple(allowed)
     found = find(value, choices) if isinstance(value, str) else None
     if found is None:

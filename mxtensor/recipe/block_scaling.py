@@ -14,7 +14,7 @@ from ..numerics.cast import Cast
 from ..numerics.choices import FourOverSix
 from ..numerics.formats import E8M0, FORMATS, Rounding, ScaleCalculationMode
 from ..numerics.formats import Format as FormatRow
-from .base import BackwardOptions, Format, check_choice, check_no_attention, parse_field, spelt_choice
+from .base import BackwardOptions, Format, check_choice, check_no_attention, matching_choice, parse_field
 from .linear_recipe import LinearRecipe, TensorCasts
 
 __all__ = ["MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"]
@@ -84,7 +84,9 @@ class MXFP6BlockScaling(_MXOptions):
     _shown = (("fp6_format", "format"),)
 
     def _linear_recipe(self) -> LinearRecipe:
-        forward, backward = (spelt_choice(self, name, ("e2m3", "e3m2")) for name in ("fp6_format", "fp6_format_grad"))
+        forward, backward = (
+            matching_choice(self, name, ("e2m3", "e3m2")) for name in ("fp6_format", "fp6_format_grad")
+        )
         return self._mx_recipe(f"mxfp6_{forward}", f"mxfp6_{backward}")
 
 
@@ -101,7 +103,7 @@ class MXFP4BlockScaling(_MXOptions):
 
     def _linear_recipe(self) -> LinearRecipe:
         check_choice(self, "fp4_format", (Format.E2M1,))
-        grad_format = spelt_choice(self, "grad_format", (name for name, row in FORMATS.items() if row.scale is E8M0))
+        grad_format = matching_choice(self, "grad_format", (name for name, row in FORMATS.items() if row.scale is E8M0))
         nearest = self._mx_recipe("mxfp4_e2m1", grad_format)
         if not self.stochastic_rounding:
             return nearest
@@ -170,8 +172,8 @@ class NVFP4BlockScaling(BackwardOptions):
     def _four_over_six(self, scope: str) -> FourOverSix | None:
         """How the tensors of ``scope``, weights or activations, choose the scales of their blocks."""
         wanted, bounded = (
-            spelt_choice(self, name, ("none", "weights", "activations", "all")) in (scope, "all")
+            matching_choice(self, name, ("none", "weights", "activations", "all")) in (scope, "all")
             for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256")
         )
-        error = spelt_choice(self, "nvfp4_4over6_err_mode", ("MAE", "MSE")).lower()
+        error = matching_choice(self, "nvfp4_4over6_err_mode", ("MAE", "MSE")).lower()
         return FourOverSix.of(error if bounded else f"{error}_448") if wanted else None

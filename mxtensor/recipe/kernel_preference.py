@@ -1,4 +1,4 @@
-"""KernelPreference: which product kernel a recipe asks for."""
+"""KernelPreference: the product kernel that a recipe requires."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..numerics.choices import member
 
 
 class KernelPreference(Enum):
-    """Which product kernel a recipe asks for (names and values as torchao has them)."""
+    """The product kernel that a recipe requires (names and values are torchao's)."""
 
     AUTO = "auto"
     """the fastest kernel that accepts the product"""

@@ -1,4 +1,4 @@
-"""KnownFields: classes of fields that a user edits refuse an attribute that is none of them."""
+"""KnownFields: classes whose fields the user edits, and which refuse attributes that are not fields."""
 
 from __future__ import annotations
 

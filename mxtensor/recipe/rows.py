@@ -31,9 +31,9 @@ def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
 
 def recipe_from_row(row: dict[str, str | None]) -> LinearRecipe:
     """The inverse of ``recipe_to_row``. Raises ValueError for names that this version does not know, TypeError for
-    what is no row of words."""
+    anything but a dict of strings."""
     if not isinstance(row, dict) or any(type(v) is not str and v is not None for v in row.values()):
-        raise TypeError(f"a recipe is stored as a dict of words, not as {row!r:.80}")
+        raise TypeError(f"a recipe is stored as a dict of strings, not as {row!r:.80}")
     missing = [name for name in _WORDS if name not in row]
     if missing:
         raise ValueError(f"the stored recipe lacks {', '.join(missing)}: {row!r:.80}")

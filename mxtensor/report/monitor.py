@@ -230,17 +230,17 @@ class Monitor:
 
 
 def monitor(model: nn.Module, every: int = 100) -> Monitor:
-    """Measure what the casts of ``model`` do to inputs, weights and gradients, in one of ``every`` training steps.
+    """Measure the errors of the casts of inputs, weights and gradients, in one of ``every`` training steps.
 
     Call ``step()`` of the result after each step of the optimizer; then ``rows()``, ``print``, ``to_tensorboard`` and
     ``plot`` show fractions of saturated and underflowed values and the SQNR in dB, for each layer, operand and copy.
-    Sees every linear layer that trains quantized, by ``quantize_``, ``autocast`` or ``mx.nn``, in eager code. Layers
-    in a compiled graph are not seen. A measured step casts each operand once more and needs memory for three float32
-    copies of the largest one; results, gradients and random numbers of the training stay the same, and nothing waits
-    for the device until a result is read. Rows are those of this rank.
+    Measures every linear layer that trains quantized, by ``quantize_``, ``autocast`` or ``mx.nn``, in eager code;
+    layers in a compiled graph are not measured. A measured step casts each operand once more and needs memory for three
+    float32 copies of the largest one. Results, gradients and random numbers of the training do not change, and nothing
+    synchronizes with the device until a result is read. Rows are those of this rank.
 
-    Ends with ``close()``, at the end of a ``with`` block, or when nobody references the monitor. Raises TypeError for
-    an object that is not a module, ValueError for ``every`` below 1.
+    Ends with ``close()``, at the end of a ``with`` block, or when the monitor is no longer referenced. Raises TypeError
+    for an object that is not a module, ValueError for ``every`` below 1.
     """
     check("monitor", "model", model, MODULE)
     check("monitor", "every", every, COUNT)

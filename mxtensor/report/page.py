@@ -34,7 +34,7 @@ class Measured:
     label: str
     """Its format, or its path."""
     bits: float
-    """Stored bits a value over the whole model."""
+    """Stored bits per value over the whole model."""
     nbytes: int
     """Bytes of all parameters."""
     weights: Sequence[LayerError]
@@ -112,7 +112,7 @@ def db(value: float) -> str:
 
 def summary(models: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of the table of models."""
-    header = ["model", "bits a value", "MB", "weights, mean dB", "weights, lowest dB", "lowest in"]
+    header = ["model", "bits per value", "MB", "weights, mean dB", "weights, lowest dB", "lowest in"]
     if any(m.quality for m in models):
         header += ["perplexity", "KL", "same token"]
     rows = []

@@ -20,7 +20,7 @@ class Quality:
 
     perplexity: float
     kl: float
-    """Mean Kullback-Leibler divergence from the other model, in nats a token."""
+    """Mean Kullback-Leibler divergence from the other model, in nats per token."""
     kl_error: float
     """The standard error of that mean."""
     same_token: float

@@ -20,7 +20,7 @@ from ..kernels.small_m import launch
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import LaunchConfig, can_use_wgmma
 from ..kernels.small_m.costs import costs_of, predict, rows_key
-from ..kernels.small_m.heuristics import Measured, gpu_of, keep_tuned, stand_in
+from ..kernels.small_m.heuristics import Measured, gpu_of, stand_in, store_tuned
 from ..kernels.small_m.shared_memory import layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
@@ -86,7 +86,7 @@ def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60
         best[line[:5]] = line
     names = {torch.cuda.get_device_name(device) for device in products.values()}
     for gpu_name in names:
-        keep_tuned(gpu_name, list(best.values()))
+        store_tuned(gpu_name, list(best.values()))
     launch.resolve.cache_clear()
     forget_decisions()
     return {(line.m, line.n, line.k): line.config.kind for line in best.values()}

@@ -1,7 +1,7 @@
 """TransformerEngine's quantizers, by its names and arguments.
 
 Each gives the same bits as ``mxtensor.quantize`` with its format. All except ``Float8Quantizer`` are stateless. Any
-shape can be quantized without padding: a tail shorter than a block is a block of its own.
+shape can be quantized without padding: the last block may be shorter.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class NVFP4Quantizer(Quantizer):
             )
         if not with_random_sign_mask and signs not in (0, RANDOM_SIGNS):
             raise ValueError(
-                f"NVFP4Quantizer: with_random_sign_mask=False is signs=0, and signs is {signs}; give one of the two"
+                f"NVFP4Quantizer: with_random_sign_mask=False is signs=0, and signs is {signs}; pass only one of them"
             )
         signs = signs if with_random_sign_mask else 0
         for name, given in (("row_scaled_nvfp4", row_scaled_nvfp4), ("nvfp4_use_4over6", nvfp4_use_4over6)):

@@ -58,7 +58,7 @@ def parameter_of(t: T, requires_grad: bool, attributes: dict[str, Any]) -> T:
 
 
 def refuse_attributes(kind: str, attributes: dict[str, Any]) -> None:
-    """Raise TypeError for the first of these arguments: the class has none of them where its value is no parameter."""
+    """Raise TypeError for the first of these arguments: the class accepts them only if its value is a parameter."""
     raise TypeError(f"{kind}() got an unexpected keyword argument {next(iter(attributes))!r}")
 
 

@@ -1,7 +1,7 @@
 """FSDP2 gathers operands: which operands a shard stores, what is gathered, and how it becomes operands again.
 
 A shard holds whole rows of the weight. Blocks along a row never cross shards; tiles and columnwise blocks do not if
-shards end on a block. Then the gathered codes and scales are those of the whole weight, to the bit: 8.25 bits a value
+shards end on a block. Then the gathered codes and scales are those of the whole weight, to the bit: 8.25 bits per value
 for MXFP8 with blocks of 1x32 and 8.01 with tiles of 32x32, where bfloat16 has 16.
 
 Two kinds of parameters use this file. An ``MXTensor`` stores operands in its shard and gathers them

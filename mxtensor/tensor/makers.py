@@ -48,11 +48,12 @@ class Makers(Tensor):
         dtype: torch.dtype = torch.bfloat16,
         global_scale: Tensor | None = None,
     ) -> M:
-        """A rowwise MXTensor around codes and scales that exist already; nothing is copied.
+        """A rowwise MXTensor of existing codes and scales; nothing is copied.
 
         ``data``: codes, in the element's dtype or uint8; ``scale``: uint8 (or its e8m0/e4m3 view) or float32;
-        ``shape``: the logical shape, needed only if the last dimension of packed data does not determine it. Raises
-        ValueError or TypeError that names what was expected.
+        ``shape``: the logical shape, needed only if the last dimension of packed data does not determine it;
+        ``dtype``: that of the values; ``global_scale``: one float32, for formats that have one. Raises ValueError or
+        TypeError that names what was expected.
         """
         fmt = get_format(format)
         operand = check_components(data, scale, fmt, shape, global_scale)

@@ -67,8 +67,8 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
     """A tensor in a block-scaled format that torch code uses like any other.
 
     Make one with :func:`mxtensor.quantize`, :meth:`to_mx` or :meth:`from_components`. ``dtype``, ``shape``,
-    ``stride()`` and ``device`` are those of the tensor it stands for. Products run on the operands. An op that has no
-    rule raises NotImplementedError with its name.
+    ``stride()`` and ``device`` are those of the dense tensor it stands for. Products run on the operands. An op without
+    a rule runs on the dequantized values; inside :func:`mxtensor.strict` it raises NotImplementedError.
     """
 
     _rowwise: Operand | None
@@ -103,11 +103,11 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         rotated: Rotated | None = None,
         **attributes: Any,
     ) -> MXTensor:
-        """``checked``: for callers in the package, whose operands fit each other; others are checked and aliased.
+        """``checked``: the caller guarantees that the operands fit each other; otherwise they are checked and aliased.
 
-        ``rotated``: of a quantizer, the columnwise copy that only products of two such copies use.
+        ``rotated``: the rotated columnwise copy that a quantizer made, which only products of two such copies use.
 
-        Raises TypeError or ValueError that says which argument does not fit.
+        Raises TypeError or ValueError that names the argument that does not fit.
         """
         if isinstance(rowwise, MXTensor):
             return parameter_of(rowwise, requires_grad, attributes)
@@ -177,7 +177,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         return out
 
     def same(self) -> MXTensor:
-        """Another MXTensor over the same operands: it keeps them if this one gets others (``.data =``)."""
+        """Another MXTensor over the same operands. It keeps them if this one is assigned others (``.data =``)."""
         out = self.replace(self._rowwise, self._columnwise, tuple(self.shape), self.stride())
         out._link, out._rotated = self._link, self._rotated
         return out
@@ -206,7 +206,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
 
     @property
     def columnwise(self) -> Operand | None:
-        """The operand blocked along the dimension before the last, transposed; None if it is not stored."""
+        """The operand blocked along the dimension before the last, stored transposed; None if it is not stored."""
         return self._columnwise if self._columnwise is not None else _transposed(self._rowwise)
 
     @property
@@ -232,7 +232,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
 
     @property
     def bits_per_value(self) -> float:
-        """Bits stored for one value, with both copies, scales and padding."""
+        """Stored bits per value, including both copies, scales and padding."""
         return 8 * self.nbytes / max(self.numel(), 1)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -256,9 +256,9 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         return dequantize_with_gradient(outer) if isinstance(outer, MXTensor) else outer
 
     def values_to_write(self) -> Tensor:
-        """New memory with the values that a write starts from; for a part of another MXTensor those of that one.
+        """The current values in new memory, which a write modifies; for a view, read from its base.
 
-        The two copies of a tensor differ in the last bits, and a view may read another copy than its base.
+        The two copies of a tensor differ in the last bits, and a view may read another copy than its base does.
         """
         if self._link is None or self._link.view is None:
             values: Tensor = torch.ops.aten.dequantize.self(self)

@@ -64,7 +64,7 @@ def rebuild(
     ``torch.load(weights_only=True)`` accepts them.
 
     A file may hold anything, so every argument is checked. The result has aliases of the tensors, because a pickle can
-    go on to change a tensor that it has named. Raises ValueError that says what does not fit.
+    go on to change a tensor that it has named. Raises ValueError that names what does not fit.
     """
     try:
         *arguments, rotated = stored_arguments(components, row, outer, is_parameter, signs)

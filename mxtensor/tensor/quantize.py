@@ -27,13 +27,13 @@ def quantize(
 ) -> MXTensor:
     """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) to an MXTensor of its shape.
 
-    ``format``: a name of FORMATS, a Format or a torch dtype. ``scaling``: rceil, floor, ceil or even; it applies to
-    power-of-two scales. ``orientation``: rowwise blocks the last dimension, columnwise the one before it, both stores a
-    copy of each, cast from the same values. ``rounding``: nearest or stochastic, now and at every write to the tensor.
-    ``seed`` makes stochastic rounding the same on every device; without it torch's generator decides. The result
-    carries no gradient. A DTensor gives a DTensor of MXTensors: each rank quantizes its shard. Raises TypeError for
-    other dtypes, ValueError for an unknown name or a tensor with too few dimensions, NotImplementedError for a DTensor
-    whose shards cut blocks or share a scale.
+    ``format``: a name of FORMATS, a Format or a torch dtype. ``scaling``: "rceil", "floor", "ceil" or "even", the rule
+    for power-of-two scales. ``orientation``: "rowwise" blocks the last dimension, "columnwise" the one before it,
+    "both" stores a copy of each, cast from the same values. ``rounding``: "nearest" or "stochastic", also for later
+    writes to the tensor. ``seed`` makes stochastic rounding the same on every device; without it the random numbers
+    come from torch's generator. The result carries no gradient. A DTensor gives a DTensor of MXTensors: each rank
+    quantizes its shard. Raises TypeError for other dtypes, ValueError for an unknown name or a tensor with too few
+    dimensions, NotImplementedError for a DTensor whose shards cut blocks or share a scale.
     """
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -44,7 +44,7 @@ def quantize(
         check("quantize", "seed", seed, SEED)
     try:
         recipe = _recipe(format, scaling, rounding, seed)
-    except TypeError:  # what cannot be hashed is no name; this raises with the sentence for it
+    except TypeError:  # an object that cannot be hashed is not a name; this raises the error for it
         recipe = LinearRecipe.inference(Cast.of(format, scaling, rounding, seed))
     default = isinstance(orientation, str) and orientation == "rowwise"  # an array compares with each of its entries
     copies = Orientation.ROWWISE if default else Orientation.of(orientation)

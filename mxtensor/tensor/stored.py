@@ -54,8 +54,8 @@ def stored_arguments(components: Any, row: Any, outer: Any, is_parameter: Any, s
         operands[side] = None if tensors is None else operand_of(tensors, recipe.stored.format, shape)
     rowwise, columnwise, rotated = (operands.get(side) for side in ("_rowwise", "_columnwise", "_rotated"))
     wanted = recipe.stored.format, _DTYPES[dtype], size, stride
-    beside = None if rotated is None else check_rotated(Rotated(rotated, signs), apart=True)
-    rowwise, columnwise, size, stride = check_outer(rowwise, columnwise, *wanted, apart=True, rotated=beside)
+    beside = None if rotated is None else check_rotated(Rotated(rotated, signs), no_overlap=True)
+    rowwise, columnwise, size, stride = check_outer(rowwise, columnwise, *wanted, no_overlap=True, rotated=beside)
     return rowwise, columnwise, recipe, _DTYPES[dtype], size, stride, beside
 
 
@@ -64,13 +64,13 @@ def rotated_shape(size: tuple[int, ...]) -> tuple[int, ...]:
     return (*size[:-2], size[-1], -(-size[-2] // GROUP) * GROUP) if len(size) > 1 else ()
 
 
-def check_rotated(rotated: Rotated, apart: bool = False) -> Rotated:
+def check_rotated(rotated: Rotated, no_overlap: bool = False) -> Rotated:
     """A rotated copy of checked tensors. Raises TypeError or ValueError as ``check_components`` does."""
-    return Rotated(check_operand("rotated", rotated.operand, apart), rotated.signs)
+    return Rotated(check_operand("rotated", rotated.operand, no_overlap), rotated.signs)
 
 
-def _expect(so: bool, what: str, value: object) -> None:
-    if not so:
+def _expect(condition: bool, what: str, value: object) -> None:
+    if not condition:
         raise TypeError(f"{what} cannot be {value!r:.80}")
 
 

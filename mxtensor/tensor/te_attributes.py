@@ -2,8 +2,8 @@
 
 Codes and byte scales are uint8, float32 scales float32, in their logical, unpadded shapes; a copy that is not stored is
 None. Columnwise components are stored transposed: for mxfp8 values (256, 1024) the columnwise codes are (1024, 256)
-and the scales (1024, 8). Formats with square blocks or one scale a tensor store one copy; its columnwise components are
-the same codes and scales, transposed.
+and the scales (1024, 8). Formats with square blocks or one scale per tensor store one copy; its columnwise components
+are the same codes and scales, transposed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TransformerEngineAttributes(TorchAOAttributes):
     def update_usage(self: Any, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drop a copy (False) or require one (True); None leaves it as it is.
 
-        Formats with square blocks or one scale a tensor store one copy for both orientations, which stays. Raises
+        Formats with square blocks or one scale per tensor store one copy for both orientations, which stays. Raises
         RuntimeError for a copy that is required and missing, ValueError if no copy would be left.
         """
         has, wanted = self.get_usages(), {"rowwise": rowwise_usage, "columnwise": columnwise_usage}

@@ -72,13 +72,13 @@ _open: list[_Store] = []
 
 
 class accumulate(ContextDecorator):  # noqa: N801
-    """Inside the block, layers that train by a recipe cast each weight once for all forward passes.
+    """Inside the block, layers that train with a recipe cast each weight once for all forward passes.
 
-    For gradient accumulation: the weights must not be written in the block. A write that torch counts is seen. Also for
-    a function, as a decorator. Weights of delayed scaling, with stochastic rounding or random signs, stacks of weights
-    with a scale for each weight (NVFP4, float8 with current scaling), weights that FSDP2 has gathered, and those of
-    compiled graphs are cast as outside of the block.
-    Blocks may be nested: the outermost one ends the cache.
+    For gradient accumulation. Do not write to the weights inside the block: in-place operations are detected, writes
+    through ``.data`` are not. Can also be used as a decorator. No effect on weights with delayed scaling, stochastic
+    rounding or random signs, on stacks of weights with a scale for each weight (NVFP4, float8 with current scaling), on
+    weights that FSDP2 has gathered, and in compiled graphs: these are cast each time. Blocks may be nested: the cache
+    lasts until the outermost one ends.
     """
 
     def __enter__(self) -> None:

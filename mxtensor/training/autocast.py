@@ -96,7 +96,7 @@ class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine
     """Inside the block, linear layers run quantized by ``recipe``: the forward pass, and later its backward pass.
 
     Quantizes ``nn.Linear``, ``nn.MultiheadAttention``, ``F.linear``, products with parameters and ``mxtensor.nn``.
-    Blocks nest and the inner one wins; a block with ``enabled=False`` runs in high precision. The recipe (default
+    Blocks nest, and the innermost applies; a block with ``enabled=False`` runs in high precision. The recipe (default
     ``MXFP8BlockScaling()``) may be edited: every forward pass reads it again. ``amax_reduction_group``: the process
     group that shares delayed scaling's amax. Applies to this thread and asyncio task. Also a decorator.
 

@@ -87,7 +87,7 @@ def _noted_in_graph(op: str, shape: tuple[int, ...], dtype: str, device: str) ->
 
 
 def note_if_experts(func: Any, args: Any, kwargs: Any, in_mode: bool = False) -> None:
-    """``note_experts`` if this product is one of a stack. ``in_mode``: not of a TrainingWeight, which will say so."""
+    """Call ``note_experts`` if a product has a stack as operand. ``in_mode``: skip TrainingWeights, which do it."""
     operands = [t for t in _tensors((args, kwargs)) if t.is_floating_point()]
     for stack in operands:
         if is_of_stack(stack) and not (in_mode and isinstance(stack, TrainingWeight)):

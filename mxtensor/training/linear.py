@@ -24,7 +24,7 @@ from ..recipe.linear_recipe import recipe_by_key
 from ..tensor.mxtensor import MXTensor
 from . import graph_ops, prepared
 from .accumulate import Cast, cast_of
-from .observe import OBSERVERS, LayerCall, tell
+from .observe import OBSERVERS, LayerCall, notify
 from .operands import Scales, cached_operands
 from .passes import Inputs, Options, cast_weight, forward
 from .stack_operands import layout_of
@@ -73,7 +73,7 @@ def _linear(
             _check_stack(x, weight, ends)
         y: Tensor = _Linear.apply(x, weight, bias, options, scales, cached, ends)
         if OBSERVERS:
-            tell(y, LayerCall(x, weight, options.linear_recipe, scales, ends))
+            notify(y, LayerCall(x, weight, options.linear_recipe, scales, ends))
         return y
 
 

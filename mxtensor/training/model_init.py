@@ -55,8 +55,8 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
     ``recipe`` (default ``MXFP8BlockScaling()``) is read on entry. ``preserve_high_precision_init_val``: each weight
     stores a copy of its initial values on the CPU, for the master weights of an optimizer.
     ``weight.get_high_precision_init_val()`` returns it, ``weight.clear_high_precision_init_val()`` deletes it. Blocks
-    nest and the inner one wins; a block with ``enabled=False`` creates high-precision weights. Applies to this thread
-    and asyncio task.
+    nest, and the innermost applies; a block with ``enabled=False`` creates high-precision weights. The setting is local
+    to the thread and asyncio task.
 
     Raises TypeError for an object that is not a recipe; ValueError for a recipe with impossible fields, or with two
     different casts for the weight, since one MXTensor has one format.

@@ -1,7 +1,7 @@
-"""Who sees the operands of linear layers while they train: ``mx.monitor`` does.
+"""Observers of the operands of linear layers while they train, such as ``mx.monitor``.
 
-``linear`` tells every observer of each call whose result needs a gradient. Calls of compiled graphs and of CUDA graphs
-are not seen. Without an observer this costs one look at an empty list.
+``linear`` passes each call whose result needs a gradient to every observer. Calls of compiled graphs and of CUDA graphs
+are not observed. Without an observer this costs one look at an empty list.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ OBSERVERS: list[weakref.ref[Observer]] = []
 
 
 def add(observer: Observer) -> weakref.ref[Observer]:
-    """Tell ``observer`` of calls until ``remove``, or until nobody else references it."""
+    """Register ``observer``, until ``remove`` is called or nothing else references it."""
     reference = weakref.ref(observer, remove)
     OBSERVERS.append(reference)
     return reference
 
 
 def remove(reference: weakref.ref[Observer]) -> None:
-    """End that; a second time changes nothing."""
+    """Remove an observer, if it is still registered."""
     OBSERVERS[:] = [other for other in OBSERVERS if other is not reference]
 
 
-def tell(y: Tensor, call: LayerCall) -> None:
-    """Tell all observers of a call with the result ``y``."""
+def notify(y: Tensor, call: LayerCall) -> None:
+    """Call all observers with a call whose result is ``y``."""
     if not y.requires_grad or is_traced(call.x) or is_captured(call.x):
         return
     for reference in tuple(OBSERVERS):

@@ -32,7 +32,7 @@ def unpacked(data: Tensor) -> dict[str, Tensor]:
         raise ValueError(f"amax histories are bytes, not {_what(data)}")
     raw = data.cpu().numpy().tobytes()
     if not raw.startswith(MAGIC):
-        raise ValueError("these bytes are no amax histories of mxtensor; remove the key to load the rest")
+        raise ValueError("these bytes are not amax histories of mxtensor; remove the key to load the rest")
     start = len(MAGIC) + LENGTH
     size = int.from_bytes(raw[len(MAGIC) : start], "little")
     try:

@@ -71,7 +71,7 @@ class Options:
 
     @property
     def prefer(self) -> str | None:
-        """The name of the product kernel that the recipe asks for; None if it asks for none."""
+        """The name of the product kernel that the recipe requires; None if it requires none."""
         preference = self.linear_recipe.kernel_preference
         return None if preference is KernelPreference.AUTO else preference.value
 

@@ -1,7 +1,7 @@
 """The operands of products by a stack of weights: each matrix, and each group of rows, is cast as if it were alone.
 
 x is rows in groups (M, K) with ``Groups``, or one matrix for each weight (G, M, K); the stack itself is (G, N, K).
-``numerics/groups.py`` says what the cast of a group is.
+``numerics/groups.py`` defines the cast of a group.
 
 Formats whose scales belong to blocks of a few values use the casts of a layer: blocks along a row know no groups, and
 blocks along the rows are those of the padded matrix. Where a scale belongs to a whole tensor (NVFP4, float8 with

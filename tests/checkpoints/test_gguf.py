@@ -150,7 +150,7 @@ def test_a_model_names_its_architecture(tmp_path):
     [
         ({"a.weight": mx.quantize(torch.randn(32, 32), "mxfp8")}, "x.gguf", r"a\.weight is mxfp8_e4m3, and the layout"),
         ({"a.weight": mx.quantize(torch.randn(32, 33), "mxfp4")}, "x.gguf", "whole blocks of 32 values"),
-        ({"a.weight": mx.quantize(torch.randn(8, 32) * 1e9, "mxint8")}, "x.gguf", "scales beyond float16"),
+        ({"a.weight": mx.quantize(torch.randn(8, 32) * 1e9, "mxint8")}, "x.gguf", "scales beyond the range of float16"),
         ({"a": torch.ones(2).bool()}, "x.gguf", "a is bool of shape"),
         ({"a": torch.ones(1, 1, 1, 1, 1)}, "x.gguf", "up to four dimensions"),
         ({"a": torch.ones(2)}, "x", r"a name that ends in \.gguf"),

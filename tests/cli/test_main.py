@@ -13,10 +13,14 @@ import mxtensor as mx
 from mxtensor.checkpoints import store
 from mxtensor.cli import files
 from mxtensor.cli.main import COMMANDS, main
-from mxtensor.cli.spelling import spelled
+from mxtensor.cli.spelling import in_options
 from tests.checkpoints.test_peers import checkpoint
 
-STATE = {"model.layers.0.q_proj.weight": torch.randn(64, 64), "lm_head.weight": torch.randn(32, 64)}
+RANDOM = torch.Generator().manual_seed(0)
+STATE = {
+    "model.layers.0.q_proj.weight": torch.randn(64, 64, generator=RANDOM),
+    "lm_head.weight": torch.randn(32, 64, generator=RANDOM),
+}
 
 
 @pytest.fixture
@@ -115,7 +119,7 @@ def test_messages_name_options(text, wanted):
     options = {
         name: f"--{name.replace('_', '-')}" for name in ("overwrite", "format", "include_head", "max_shard_bytes")
     }
-    assert spelled(text, options) == wanted
+    assert in_options(text, options) == wanted
 
 
 WRONG = [
@@ -132,7 +136,7 @@ WRONG = [
     (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--format", "mxfp8"), "pass either --format, or --plan"),
     (2, ("plan", "SRC", "--bits", "5"), "required: --text"),
     (2, ("convert", "SRC", "-o", "OUT", "--layout", "awq"), "unknown layout 'awq'"),
-    (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "is only read; choose one of "),
+    (2, ("convert", "SRC", "-o", "OUT", "--layout", "READ"), "can only be read; choose one of "),
     (2, ("convert", "SRC", "-o", "OUT", "--max-shard-bytes", "0"), "'0' is not a whole number of at least 1"),
     (2, ("report", "SRC"), "pass either --reference"),
     (2, ("report", "SRC", "--format", "mxfp8", "--text", "a", "--inputs", "b"), "pass --text or --inputs, not both"),
@@ -144,23 +148,23 @@ WRONG = [
     (
         1,
         ("quantize", "SRC", "-o", "OUT", "--format", "mxfp4", "--layout", "gpt-oss"),
-        "nothing was quantized: the layout gpt-oss holds stacked experts only, and <SRC> has 1 others, such as ",
+        "nothing was quantized: the layout gpt-oss holds stacked experts only, and <SRC> has 1 other tensors, such as ",
     ),
     (1, ("convert", "SRC", "-o", "OUT", "--layout", "modelopt"), "pass --format, or the layout plain"),
     (1, ("quantize", "NONE", "-o", "OUT", "--format", "mxfp4"), "has no matrix of a layer, except for embeddings"),
     (1, ("quantize", "SRC", "-o", "OUT", "--plan", "EMPTY"), "<EMPTY> was not written by mx.Plan.save: it has no "),
     (1, ("quantize", "SRC", "-o", "OUT", "--plan", "SRC/a"), "No such file or directory: '<SRC/a>'"),
-    (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--include-head"), "--include-head belongs to --format"),
+    (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--include-head"), "--include-head is for --format"),
     (1, ("eval", "SRC", "--text", "/none.txt"), "--text: /none.txt does not exist; pass a text file"),
     (1, ("eval", "SRC", "--text", "DIR"), "<DIR> is a folder; pass a text file"),
     (
         1,
         ("inspect", "DIR"),
-        "holds no checkpoint: no file ends in .safetensors, .gguf, .bin, .pt, .pth; it holds 1 others",
+        "holds no checkpoint: no file ends in .safetensors, .gguf, .bin, .pt, .pth; it holds 1 other files",
     ),
     (1, ("inspect", "EMPTY"), "<EMPTY> is not a checkpoint; pass a folder, or a file that ends in .safetensors"),
     (1, ("inspect", "some/model"), "(from the Hugging Face hub: hf download some/model --local-dir model)"),
-    (1, ("plan", "SRC", "--text", "x", "--bits", "2"), "--bits 2: the smallest of the formats has 4.25 bits a value"),
+    (1, ("plan", "SRC", "--text", "x", "--bits", "2"), "--bits 2: the smallest of the formats has 4.25 bits per value"),
     (2, ("plan", "SRC", "--text", "x", "--bits", "-1"), "'-1' is not a number above 0"),
     (2, ("tune", "SRC", "--seconds", "nan"), "'nan' is not a number above 0"),
     (2, ("eval", "SRC", "--text", "x.txt", "--device", "meta"), "'meta' is not a device of this command"),

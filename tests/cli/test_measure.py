@@ -60,7 +60,7 @@ def test_a_plan_is_made_and_quantizes_the_checkpoint(folder, tmp_path, capsys):
     fields = json.loads(out)
     assert code == 0 and 4.25 < fields["bits"] <= 5 and set(fields["weights"].values()) == set(formats[1:])
     code, out, err = run(capsys, "quantize", folder / "plain", "-o", tmp_path / "q", "--plan", plan)
-    assert code == 0 and f"{plan}: {fields['bits']:.3g} bits a value over {len(fields['weights'])} weights" in err
+    assert code == 0 and f"{plan}: {fields['bits']:.3g} bits per value over {len(fields['weights'])} weights" in err
     state = mx.checkpoints.load(tmp_path / "q")
     stored = {name: f"{t.format.name.split('_')[0]}-weight-only" for name, t in state.items() if hasattr(t, "format")}
     assert stored == fields["weights"]

@@ -265,7 +265,7 @@ def test_mistakes_are_named():
         TypeError, match=r"is not an MXFP8Config; for other recipes use mxtensor\.nn\.Linear, or quantize_"
     ):
         MXFP8Linear(4, 4, config=NVFP4BlockScaling())
-    with pytest.raises(ValueError, match="block_size is 64, that of config 16; give one of the two"):
+    with pytest.raises(ValueError, match="block_size is 64, that of config 16; pass only one of them"):
         MXFP8Linear(4, 4, block_size=64, config=MXFP8Config(16))
 
 

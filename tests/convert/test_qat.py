@@ -206,7 +206,7 @@ def tied():
         (
             lambda: mx.quantize_(model(), mx.QATConfig(weight_config="mxfp4")),
             TypeError,
-            "cannot round by 'mxfp4'; pass an MXFakeQuantizeConfig",
+            "cannot round with 'mxfp4'; pass an MXFakeQuantizeConfig",
         ),
         (
             lambda: mx.quantize_(model(), mx.QATConfig(mx.recipe.MXFP8BlockScaling())),

@@ -311,7 +311,7 @@ def test_a_recipe_edited_into_an_impossible_one_changes_nothing():
 
 
 def test_a_recipes_class_is_a_type_error():
-    with pytest.raises(TypeError, match=r"cannot quantize by .*MXFP8BlockScaling"):
+    with pytest.raises(TypeError, match=r"cannot quantize with .*MXFP8BlockScaling"):
         mx.quantize_(nn.Linear(64, 48), MXFP8BlockScaling)
 
 

@@ -191,7 +191,7 @@ def bytes_on_the_wire(rank, folder):
     def sent(recipe, **options):
         return wire(shard(net(256, recipe, width=512, bias=False).bfloat16(), **options))
 
-    in_bfloat16 = 2 * 512 * 256 * 2 // 2  # two weights, two bytes a value, half of it on each rank
+    in_bfloat16 = 2 * 512 * 256 * 2 // 2  # two weights, two bytes per value, half of it on each rank
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     masters = shard(net(256, RECIPES["off"], width=512, bias=False), mp_policy=policy)
     return in_bfloat16, {name: sent(recipe) for name, recipe in RECIPES.items()}, wire(masters)

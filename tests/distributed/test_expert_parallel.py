@@ -34,7 +34,7 @@ def test_which_formats_are_sent_as_codes():
     assert {"mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4_e2m1", "mxint8"} <= set(SENT_AS_CODES)
     for name, reason in (
         ("nvfp4", "one scale for the whole tensor"), ("float8_e4m3_tensor", "one scale for the whole tensor"),
-        ("nvfp4_single_level", "no powers of two"), ("float8_e4m3_row", "no powers of two"),
+        ("nvfp4_single_level", "not powers of two"), ("float8_e4m3_row", "not powers of two"),
         ("mxfp8[32x32]", "blocks of 32 rows"),
     ):  # fmt: skip
         assert reason in refuses(Cast.of(name), MXFP8)

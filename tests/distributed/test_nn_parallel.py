@@ -86,7 +86,7 @@ def test_styles_that_do_not_fit_a_module_say_what_does(ranks):
         ("pieces", "ValueError: ColwiseParallel: Linear has parameters_split"),
         ("torch's", "NotImplementedError: ColwiseParallel currently only support nn.Linear"),
         ("DTensor", "NotImplementedError: Linear: the input is a DTensor; split the module with mx.parallel."),
-        ("features", "ValueError: Shard(1) of an input (4, 64) is no dimension of tokens; use Shard(-1)"),
+        ("features", "ValueError: Shard(1) of an input (4, 64) is not a dimension of tokens; use Shard(-1)"),
     ):
         assert ": ".join(first[name]).startswith(text)
 

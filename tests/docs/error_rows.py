@@ -125,6 +125,8 @@ def saved(call):
 
 FOLDERS = Path(tempfile.mkdtemp())
 atexit.register(shutil.rmtree, FOLDERS, ignore_errors=True)
+TEMPORARY = re.compile(re.escape(str(FOLDERS)) + r"[\w./-]*")
+"""A path in FOLDERS, which the page shows as ``{path}``."""
 
 
 def place(name=""):
@@ -162,6 +164,7 @@ def main():
         now, text = raised_by(call)
         if now == kind and re.fullmatch(pattern(message), text, re.DOTALL):
             continue
+        text = TEMPORARY.sub("{path}", text)
         print(f"{call}\n  was {kind}: {message}\n  now {now}: {text}")
         if now == kind:
             page = page.replace(

@@ -39,7 +39,7 @@ NEVER_SEEN = {
     "calibrate: {value}: {value}",
     # need torchao: tests/core/test_peer_names.py
     "{value} is quantized already, by {value} ({value}); pass the original values, or those of its dequantize()",
-    "cannot quantize by {value}{value}",
+    "cannot quantize with {value}{value}",
     # need a working directory, and a folder that is filled meanwhile: tests/checkpoints/test_destination.py
     "{value} is the working directory or a mount point, which cannot be replaced; pass an empty folder or a new one",
     "{value} was empty, and holds {value} now; choose another destination",
@@ -133,7 +133,7 @@ NEVER_SEEN = {
     "{value} has no {value}, which another rank has written; give all ranks a folder that they share",
     # of a config that `python -m mxtensor.report.tune` chooses itself; the heuristics choose one that fits
     "a product of {value}x{value}x{value} by {value} does not fit in the shared memory of this device "
-    "({value} bytes a block)",
+    "({value} bytes per block)",
     "{value} cannot run {value}x{value} in {value}, {value} groups, aligned to {value} bytes; "
     "leave the config out to have one chosen",
     # torch.jit.trace warns that it is deprecated: tests/tensor/test_life.py
@@ -173,7 +173,7 @@ NEVER_SEEN = {
     "the file ends {value} bytes too early",
     "tensor {value} is in two files: {value} and {value}",
     "the global scale is {value}, which has no reciprocal to store",
-    "{value} has a zero point, which no format here has",
+    "{value} has a zero point, which is not supported",
     # raised inside transformers' from_pretrained: tests/integrations/test_transformers.py
     "{value}: the checkpoint lacks {value}{value}",
     "this model was quantized tensor by tensor; its configuration names no format",
@@ -185,7 +185,7 @@ NEVER_SEEN = {
     # of the command, which prints them as one line: tests/cli
     "{value} and {value} have no tensor of the same name: {value} and {value}; compare two checkpoints of one model",
     "{value} trains, and stores no codes; pass a format such as mxfp8-weight-only",
-    "the layout {value} is only read; choose one of {value}",
+    "the layout {value} can only be read; choose one of {value}",
     "{value} is not a device; pass cpu or cuda",
     "{value} is not a whole number of at least {value}",
     "--device {value}: torch finds no CUDA device here",
@@ -202,7 +202,7 @@ NEVER_SEEN = {
     "pass --format",
     "--inputs {value}: the model cannot be called with its tensors, such as {value}: {value}",
     "--tokenizer: {value} does not exist; pass the folder of a tokenizer or of a model",
-    "--bits {value}: the smallest of the formats has {value} bits a value; pass more",
+    "--bits {value}: the smallest of the formats has {value} bits per value; pass more",
     "--text: {value} {value}; pass a text file in UTF-8",
     "the tokenizer in {value} cannot be loaded by transformers: {value}",
     "{value} lacks {value} tensors of {value}, such as {value}: transformers would fill them with random values",

@@ -163,7 +163,7 @@ def test_a_prompt_is_answered_and_streamed(small, capsys):
     chat.main(["--format", "mxfp4-weight-only", "--include-head", "--prompt", "Hello", "--max-new-tokens", "5"])
     seen = capsys.readouterr()
     assert len(seen.out.strip()) <= 5 and "(5 tokens" in seen.err
-    assert "in mxfp4-weight-only: 0 MB, 4.30 bits a weight" in seen.err
+    assert "in mxfp4-weight-only: 0 MB, 4.30 bits per weight" in seen.err
     model, tokenizer = small_llm()
     mx.quantize_(model, "mxfp4-weight-only", include_head=True)
     ids = smollm2.chat_prompt(tokenizer, [{"role": "user", "content": "Hello"}])
@@ -181,7 +181,7 @@ def test_typed_prompts_go_on_until_an_empty_line(small, capsys, monkeypatch):
 
 
 def test_a_long_conversation_forgets_its_first_turns(small, monkeypatch):
-    monkeypatch.setattr(chat, "LONGEST", 120)
+    monkeypatch.setattr(chat, "MAX_TOKENS", 120)
     talk = chat.Chat(*small, "Be short.", 0.0, 3)
     for i in range(4):
         talk.answer(f"{i}" * 30)

@@ -64,7 +64,7 @@ def chosen(a, b):
 
 def _record_on_the_cpu(monkeypatch):
     """Products are torch's, since kernels of the CPU write memory without saying so: ``torch._scaled_mm`` for float8
-    with one scale a tensor."""
+    with one scale per tensor."""
     monkeypatch.setattr(dequant, "_can_slice", lambda spec, b: False)
     monkeypatch.setattr(prepared, "DEVICES", {"cpu"})
     per_tensor = Kernel("scaled_mm", scaled_mm.refuses, scaled_mm.run)

@@ -500,7 +500,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def compiled(variant: Variant, target: int) -> dict[str, Any]:
-    """{registers, spills (bytes a thread), ptx_has (the needed instructions in its PTX)}. Raises what Triton raises."""
+    """{registers, spills (bytes per thread), ptx_has (needed instructions in its PTX)}. Raises what Triton raises."""
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -124,7 +124,7 @@ def test_the_window_of_causal_masks_is_no_limit_with_others(mask_type, window):
     mask[1, ..., 4:] = True
     causal = DotProductAttention(2, 8, window_size=window)
     assert torch.equal(causal(q, k, v), DotProductAttention(2, 8)(q, k, v))
-    with pytest.warns(UserWarning, match=r"window_size=\(-1, 0\) is no limit with attn_mask_type='"):
+    with pytest.warns(UserWarning, match=r"window_size=\(-1, 0\) limits nothing with attn_mask_type='"):
         y = causal(q, k, v, mask, attn_mask_type=mask_type)
     assert torch.equal(y, DotProductAttention(2, 8, attn_mask_type=mask_type)(q, k, v, mask))
 

@@ -54,7 +54,7 @@ class _Attention(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """The compiled kernel, or the sentence that says why there is none."""
+    """The compiled kernel, or the reason why it is not available."""
     lib = load(HERE / "attention.cpp", FLAGS, HEADERS, SYMBOLS)
     if not isinstance(lib, str):
         lib.mx_attention.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]

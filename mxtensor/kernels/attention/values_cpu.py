@@ -40,7 +40,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @cache
 def library() -> str | None:
-    """Load the op. None, or the sentence that says why there is none."""
+    """Load the op. None, or the reason why it is not available."""
     kernels = cpu.library()
     if isinstance(kernels, str):
         return kernels

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...core.compat import called_while_traced
 from ...numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, Format
 from ..quantize import cpu
-from ..runtime.disk_cache import say_once
+from ..runtime.disk_cache import warn_once
 from ..runtime.native_build import instruction_sets, load
 
 HERE = Path(__file__).parent.parent / "cpu"
@@ -171,7 +171,7 @@ class Library:
 
 @cache
 def library() -> Library | str:
-    """The op, or the sentence that says why there is none."""
+    """The op, or the reason why it is not available."""
     # In other threads: two compilers run at once, and no mode of the caller, who may be tracing, changes the tables.
     with ThreadPoolExecutor(2) as pool:
         kernels = pool.submit(load_kernels)
@@ -179,7 +179,7 @@ def library() -> Library | str:
         found = op.result(), kernels.result(), pool.submit(cpu.library).result()
         for part in found:
             if isinstance(part, str):
-                say_once(f"products on the CPU take the plain path, which decodes whole weights: {part}")
+                warn_once(f"products on the CPU take the plain path, which decodes whole weights: {part}")
                 return part
         return pool.submit(Library, *found).result()  # type: ignore[arg-type]
 

@@ -76,7 +76,7 @@ def _checked(status: int) -> None:
 
 @cached
 def library() -> ctypes.CDLL | str:
-    """The cuBLASLt that torch has loaded, or a sentence that says why it cannot be called."""
+    """The cuBLASLt that torch has loaded, or the reason why it cannot be called."""
     lib = library_of_torch("cublasLt")
     if isinstance(lib, str):
         return lib

@@ -49,7 +49,7 @@ class ScaleKind(NamedTuple):
     block: int
     elements: tuple[ElementFormat, ...]
     dtype: torch.dtype
-    """The dtype that Triton reads; by it Triton tells blocks of 16 from blocks of 32."""
+    """The dtype that Triton reads, from which it derives the block size, 16 or 32."""
 
 
 SCALES = {

@@ -49,7 +49,7 @@ def rows_loop(left: Tensor, right: Tensor, ends: Tensor, args: GemmArgs) -> Tens
 def columns_loop(left: Tensor, right: Tensor, padded_ends: Tensor, args: GemmArgs) -> Tensor:
     """left (N, P) by right (K, P): (G, N, K), the product over the columns of each group.
 
-    Padding takes part: it is zeros, unless groups of 16 values were rotated.
+    Padding is multiplied too: it is zeros, unless groups of 16 values were rotated.
     """
     out = left.new_empty(padded_ends.shape[0], left.shape[0], right.shape[0], dtype=args.out_dtype)
     for i, start, end in _pieces(padded_ends):

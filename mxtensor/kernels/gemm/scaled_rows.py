@@ -62,7 +62,7 @@ def _apart(side: GemmOperand, casts: bool) -> tuple[GemmOperand, list[Tensor]]:
 
 
 def _of_shape(x: Tensor, format: Format) -> Operand:
-    """An operand of these values that nobody reads."""
+    """An operand whose values are never read."""
     shape = tuple(x.shape)
     sizes = ((format.data_shape(shape), format.element.dtype), (format.scale_shape(shape), format.scale.dtype))
     data, scale = (x.new_empty((1,) * len(size), dtype=dtype).expand(size) for size, dtype in sizes)

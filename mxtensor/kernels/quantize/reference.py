@@ -49,7 +49,7 @@ def _(x, format, scaling, rounding, amax_epsilon, four_over_six=None):  # type: 
 
 
 def encode_with_amax(x: Tensor, cast: Cast, amax: Tensor) -> Operand:
-    """``reference.encode`` of x with the amax of other values (delayed scaling), for formats with one scale a tensor.
+    """``reference.encode`` of x with the amax of other values (delayed scaling), for formats with one scale per tensor.
 
     Values too large for the scale saturate. A NaN or an infinity becomes the format's NaN, that value alone, so that an
     overflow is never taken for a number.

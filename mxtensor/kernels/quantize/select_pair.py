@@ -56,9 +56,9 @@ def cast_pair(
     transposed, with random numbers of its own (``seed + 1``); its values may have the layout of x, as a transposed
     view. Square blocks are rounded once and then transposed.
 
-    Delayed scaling, for formats with one scale a tensor: ``amax``, a float32 scalar, decides the scale in place of the
-    amax of x (see ``reference.encode_with_amax``). ``record``, another one, becomes the larger of itself and the amax
-    of x; NaN counts as the largest.
+    Delayed scaling, for formats with one scale per tensor: ``amax``, a float32 scalar, determines the scale instead of
+    the amax of x (see ``reference.encode_with_amax``). ``record``, another float32 scalar, becomes the larger of itself
+    and the amax of x; NaN counts as the largest.
 
     Raises ValueError if ``amax`` or ``record`` is given for another format or is on another device, and if x has fewer
     than two dimensions; TypeError if one of them is not one float32.
@@ -70,7 +70,9 @@ def cast_pair(
         if value is None:
             continue
         if cast.format.block[0] != FULL:
-            raise ValueError(f"{cast.format} has a scale for each block: {name} is for formats with one scale a tensor")
+            raise ValueError(
+                f"{cast.format} has a scale for each block: {name} is for formats with one scale per tensor"
+            )
         if value.dtype is not torch.float32 or value.numel() != 1:
             kind = str(value.dtype).removeprefix("torch.")
             raise TypeError(f"{name} must be one float32, got {kind} {tuple(value.shape)}")

@@ -55,7 +55,9 @@ def _check(op: str, x: Tensor, dims: int, dtype: torch.dtype = torch.float32) ->
 
 def _check_rows(op: str, format: Format, columnwise: bool = True) -> None:
     if format.block[0] != 1 or format.block[1] == FULL or not columnwise:
-        raise ValueError(f"{op} casts the columns of blocks along rows, or codes with one scale a tensor, not {format}")
+        raise ValueError(
+            f"{op} casts the columns of blocks along rows, or codes with one scale per tensor, not {format}"
+        )
 
 
 @custom_ops.define("mxtensor::quantize")

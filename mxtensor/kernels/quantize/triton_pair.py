@@ -38,7 +38,7 @@ def refuses_pair(
         return "matrices only"
     if rows == FULL:
         if Form.VALUES in (rowwise, columnwise) or (rowwise is None and columnwise is None):
-            return "codes only for formats with one scale a tensor"
+            return "codes only for formats with one scale per tensor"
         if columnwise is None and amax is None and record is None:
             return "rowwise codes alone are one cast"
         return refuses(spec)

@@ -12,7 +12,7 @@ ROWS: dict[int, Tile] = {2: (2, 1024, 2), 4: (2, 512, 2)}
 PAIRS: Tile = (2, 1024, 2)
 """(rows, pairs of columns, warps) of a program of the cast from bfloat16 to 4 bits."""
 FULL_ROWS: tuple[int, int] = (4096, 8)
-"""(columns read at a time, warps) of a program of the cast with one scale a row."""
+"""(columns read at a time, warps) of a program of the cast with one scale per row."""
 COLUMNS: dict[str, Tile] = {"": (4, 128, 4), "codes": (4, 64, 4), "values": (4, 64, 4)}
 """What is written for rows too -> (spans of rows, columns, warps) of the cast with blocks along columns."""
 WORDS: dict[str, Tile] = {"": (8, 32, 4), "codes": (2, 64, 4), "values": (2, 64, 4)}
@@ -23,7 +23,7 @@ ROUND: dict[bool, Tile] = {False: (2, 512, 2), True: (32, 128, 4)}
 """Whether blocks run along columns (too) -> (rows, pairs of columns, warps) of a program that fake quantizes bfloat16;
 not measured."""
 TRANSPOSE: Tile = (32, 64, 4)
-"""(groups of four rows, columns, warps) of the cast with one scale a tensor that stores the transpose; not measured."""
+"""(groups of four rows, columns, warps) of the cast with one scale per tensor that stores the transpose."""
 DECODE: dict[int, Tile] = {8: (2, 1024, 2), 6: (2, 1024, 2), 4: (2, 1024, 2)}
 """Bits of a code -> (rows, columns, warps) of a program that dequantizes."""
 AMAX: tuple[int, int, int] = (4096, 4, 8)

@@ -40,7 +40,7 @@ def driver() -> ctypes.CDLL:
 
 @cached
 def library_of_torch(name: str) -> ctypes.CDLL | str:
-    """The library "cublas" or "cublasLt" that torch has loaded, or a sentence that says why it cannot be called."""
+    """The library "cublas" or "cublasLt" that torch has loaded, or the reason why it cannot be called."""
     if torch.version.cuda is None:
         return "this build of torch has no cuBLAS"
     file = f"lib{name}.so.{torch.version.cuda.split('.')[0]}"

@@ -30,7 +30,7 @@ OLD = 3600
 
 
 @cache
-def say_once(sentence: str) -> None:
+def warn_once(sentence: str) -> None:
     """Log a warning, once in each process."""
     _log.warning(sentence)
 
@@ -89,7 +89,7 @@ def _folders() -> Iterator[Path]:
         if reason is None:
             yield path
         else:
-            say_once(f"compiled kernels are not cached in {path}: {reason}. Each process compiles them again")
+            warn_once(f"compiled kernels are not cached in {path}: {reason}. Each process compiles them again")
     try:
         name = _of_this_process().name
     except OSError:  # no temporary folder either
@@ -120,10 +120,10 @@ def _content(path: Path) -> bytes | None:
     except OSError as error:
         reason = str(error)
     if reason is not None:
-        say_once(f"{path} is not loaded: {reason}")
+        warn_once(f"{path} is not loaded: {reason}")
         return None
     if _digest(content) != path.stem.rpartition("-")[2]:
-        say_once(f"{path} is damaged ({len(content)} bytes): it is built again")
+        warn_once(f"{path} is damaged ({len(content)} bytes): it is built again")
         forget(path)
         return None
     return content

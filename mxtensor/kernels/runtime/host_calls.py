@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from torch.cuda import check_error
 
 from .cuda_driver import LaunchSettings, driver, use_context
-from .disk_cache import say_once
+from .disk_cache import warn_once
 from .native_build import load
 
 SOURCE = Path(__file__).parent / "host_calls.c"
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 @cache
 def module() -> Any:
-    """The compiled module, or a sentence that says why there is none."""
+    """The compiled module, or the reason why it is not available."""
     if sys.platform != "linux":
         return f"host_calls.c is for Linux, not {sys.platform}"
     include = sysconfig.get_paths()["include"]
@@ -93,7 +93,7 @@ def launches(addresses: int, steps: Sequence[Step], owners: Any = None) -> Run |
     lib, compiled = driver(), module()
     given = address_of(lib.cuLaunchKernelEx), address_of(lib.cuCtxGetCurrent)
     if isinstance(compiled, str):
-        say_once(f"{compiled}: launches take the host longer")
+        warn_once(f"{compiled}: launches take the host longer")
         return PythonLaunches(*given, use_context, check_error, addresses, tuple(steps), owners)
     run: Run = compiled.Launches(*given, use_context, check_error, addresses, tuple(map(tuple, steps)), owners)
     return run

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .disk_cache import find, forget, say_once, store
+from .disk_cache import find, forget, store, warn_once
 
 
 def compiler() -> list[str] | None:
@@ -39,7 +39,7 @@ def instruction_sets() -> set[str]:
 def load(
     source: Path, flags: Sequence[str], headers: Sequence[Path] = (), symbols: Sequence[str] = ()
 ) -> ctypes.CDLL | str:
-    """The shared library of ``source`` with the functions ``symbols``, or a sentence that says why there is none.
+    """The shared library of ``source`` with the functions ``symbols``, or the reason why it is not available.
 
     The cached file depends on the texts of ``source`` and ``headers``, on ``flags`` (which include ``-shared``), on the
     compiler's command, and on the instruction sets of the processor, because of ``-march=native``. A cached file that
@@ -56,7 +56,7 @@ def load(
             loaded = _loaded(cached[0], symbols)
             if not isinstance(loaded, str):
                 return loaded
-            say_once(f"{loaded}: it is built again")
+            warn_once(f"{loaded}: it is built again")
             forget(cached[0])
 
         def build(built: Path) -> None:
@@ -69,7 +69,7 @@ def load(
 
 
 def _loaded(path: Path, symbols: Sequence[str]) -> ctypes.CDLL | str:
-    """The library, or a sentence that says what is wrong with it."""
+    """The library, or what is wrong with it."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

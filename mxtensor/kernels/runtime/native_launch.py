@@ -36,7 +36,7 @@ def parameters(signature: Sequence[Any], arguments: Sequence[Any]) -> list[tuple
     """(bytes, value of an integer or None for an address) of each parameter; None if one is of an unknown kind.
 
     ``signature``: Triton's kinds of all arguments, "*bf16", "i32" or "constexpr"; ``arguments``: those that come first,
-    which are no constants by name.
+    which are not constants by name.
     """
     found: list[tuple[int, int | None]] = []
     for kind, value in zip(signature, arguments, strict=False):

@@ -58,14 +58,14 @@ def _wheel() -> list[str]:
 
 @compat.called_while_traced
 def missing() -> str | None:
-    """The sentence that says why NVRTC is missing; None if it is there."""
+    """The reason why NVRTC is missing; None if it is available."""
     found = library()
     return found if isinstance(found, str) else None
 
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """NVRTC, or the sentence that says why it is missing."""
+    """NVRTC, or the reason why it is missing."""
     major = (torch.version.cuda or "").split(".")[0]
     for name in [*([f"libnvrtc.so.{major}"] if major else []), "libnvrtc.so", *_wheel()]:
         try:

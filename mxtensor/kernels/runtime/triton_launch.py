@@ -134,7 +134,7 @@ def _launch(
         return compiled
     compiled = found[0]
     stream = compat.current_cuda_stream(device)
-    if is_watched():  # a profiler is told of each launch by Triton's own call
+    if is_watched():  # Triton's own call reports each launch to a profiler
         compiled[(programs, 1, 1)](*arguments, *constants)
     else:
         handles = (stream, compiled.function, compiled.packed_metadata)
@@ -143,7 +143,7 @@ def _launch(
 
 
 def is_watched() -> bool:
-    """Whether a profiler wants to be told of each launch of Triton."""
+    """Whether a profiler observes the launches of Triton."""
     if not _INSTALLED:
         return False
     enter, leave = _hooks()

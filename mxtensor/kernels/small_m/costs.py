@@ -1,4 +1,4 @@
-"""The cost model of small-M products: the time of a launch config on a shape that nobody has measured.
+"""The cost model of small-M products: the time of a launch config on a shape that was not measured.
 
     microseconds = start + step * (steps of the slowest block) + byte * (MB of weight) + wave * (waves of blocks)
                    + tail * (steps of a row that is no whole chunks of 128 columns)

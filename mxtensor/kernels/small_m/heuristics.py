@@ -136,7 +136,7 @@ def tuned(gpu: str) -> tuple[Measured, ...]:
     return () if found is None else tuple(read(found[0]))
 
 
-def keep_tuned(gpu: str, lines: Sequence[Measured]) -> Path:
+def store_tuned(gpu: str, lines: Sequence[Measured]) -> Path:
     """Keep measurements for all later processes, beside those of other shapes, and use them from now on."""
     by_case = {line[:5]: line for line in (*tuned(gpu), *lines)}
     old = find(TUNED, gpu, "json")

@@ -113,7 +113,7 @@ def choose(
     if layout is None:
         raise RuntimeError(
             f"a product of {rows}x{width}x{cols} by {config} does not fit in the shared memory of this device "
-            f"({gpu.memory} bytes a block)"
+            f"({gpu.memory} bytes per block)"
         )
     whole = cols % config.depth == 0 and not any(n % config.rows for n in widths)
     even = has_whole_chunks(format, cols, alignment) if config.wgmma else whole

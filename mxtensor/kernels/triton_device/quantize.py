@@ -1,4 +1,4 @@
-"""Casts in Triton with blocks along rows, whole rows, square blocks or one scale a tensor; what all casts share.
+"""Casts in Triton with blocks along rows, whole rows, square blocks or one scale per tensor; what all casts share.
 
 x is (rows, cols) with unit stride along the last dimension; ``C`` is a ``CastCode``. Values outside x count as zero and
 are never written. Row offsets are 64 bits wide. One program casts one tile.
@@ -220,7 +220,7 @@ def quantize_full_rows(
     x_ptr, data_ptr, scale_ptr, seed_ptr, rows, cols, stride, data_stride,
     C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One scale a row. ONE: BK covers the row and x is read once; otherwise it is read twice, first for the amax."""
+    """One scale per row. ONE: BK covers the row and x is read once; otherwise it is read twice, first for the amax."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
     rows_in = row < rows
     x_row, data_row = row.to(tl.int64) * stride, row.to(tl.int64) * data_stride

@@ -208,7 +208,7 @@ def test_torchs_own_checks_accept_every_call(pretend, monkeypatch, capability, l
 
 
 def runs_on_cpu(format):
-    """Whether torch's kernel on CPU takes the scales of a format; torch 2.11 takes one scale a tensor only."""
+    """Whether torch's kernel on CPU takes the scales of a format; torch 2.11 takes one scale per tensor only."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU"):
         return False
     scales = torch.ones(() if format == "float8_tensor" else (16, 1))

@@ -191,7 +191,7 @@ def test_values_of_whole_columns_that_share_a_scale():
     assert_same_values(got.contiguous(), decode_local(encode(x, Cast.of("float8_row"))))
 
 
-# ---------------------------------------------------------------------------------------------- one scale a tensor
+# ---------------------------------------------------------------------------------------------- one scale per tensor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(native_build.compiler() is None, reason="nee
 def home(monkeypatch, tmp_path):
     """The parent of the cache folder, which does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(disk_cache, "say_once", disk_cache.say_once.__wrapped__)  # in each test anew
+    monkeypatch.setattr(disk_cache, "warn_once", disk_cache.warn_once.__wrapped__)  # in each test anew
     (tmp_path / "process").mkdir(mode=0o700)
     monkeypatch.setattr(disk_cache, "_of_this_process", lambda: SimpleNamespace(name=str(tmp_path / "process")))
     return tmp_path / "cache"
@@ -169,7 +169,7 @@ def test_a_machine_without_a_folder_gets_a_sentence(source, home, monkeypatch):
 
 def test_a_warning_is_logged_once(logged):
     for _ in range(3):
-        disk_cache.say_once("a sentence of this test")
+        disk_cache.warn_once("a sentence of this test")
     assert len(logged.records) == 1 and logged.records[0].levelno == logging.WARNING
 
 

@@ -129,8 +129,8 @@ def test_what_tune_saved_comes_first(tmp_path, monkeypatch):
     usual = choose_config(CPU, MXFP8, 16, 5760, 2880, 16)
     beside = choose_config(CPU, MXFP8, 16, 5760, 2912, 16)
     other = next(c for c in CONFIGS if c not in (usual, beside) and heuristics.layout_of(MXFP8, c, 16, 5760, 2880, gpu))
-    heuristics.keep_tuned(gpu.name, [Measured(MXFP8.name, False, 16, 5760, 2880, 9.0, other)])
-    heuristics.keep_tuned(gpu.name, [Measured(MXFP8.name, False, 8, 5760, 2880, 9.0, other)])
+    heuristics.store_tuned(gpu.name, [Measured(MXFP8.name, False, 16, 5760, 2880, 9.0, other)])
+    heuristics.store_tuned(gpu.name, [Measured(MXFP8.name, False, 8, 5760, 2880, 9.0, other)])
     try:
         assert choose_config(CPU, MXFP8, 16, 5760, 2880, 16) == other
         assert choose_config(CPU, MXFP8, 16, 5760, 2912, 16) == beside
