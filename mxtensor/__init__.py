@@ -1,4 +1,4 @@
-"""mxtensor: a torch.Tensor in OCP MX, NVFP4 or float8 that unmodified PyTorch code runs on."""
+"""mxtensor: a torch.Tensor subclass in OCP MX, NVFP4 and float8 formats for unmodified PyTorch code."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING

@@ -90,7 +90,7 @@ class Entry:
 
     @property
     def ms(self) -> float | None:
-        """Milliseconds, without the entries inside; None if it has no time. Waits for a GPU."""
+        """Milliseconds, without the entries inside; None if it was not timed. Synchronizes with a GPU."""
         return self.timers[0].ms() if self.timers else None
 
 

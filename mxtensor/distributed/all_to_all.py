@@ -116,7 +116,7 @@ def _moved(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Te
 
 
 def _to_experts(x: Tensor, routes: Routes, casts: TensorCasts, result: bool) -> Tensor:
-    """Rows in the order of this rank -> the rows that this rank's experts take, sorted by expert."""
+    """Rows in the order of this rank -> the rows of the experts of this rank, sorted by expert."""
     cast = routes.cast(x, casts, result)
     rows = _moved(_as_bytes(x, cast), routes.sent, routes.received, routes.group)
     return _as_values(rows.index_select(0, routes.order), cast, x.shape[1], x.dtype)
@@ -151,7 +151,7 @@ class _Exchange(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """The rows that this rank's experts take, from all ranks."""
+    """The rows from all ranks that belong to the experts of this rank."""
 
     tokens: Tensor
     """(R, K): sorted by expert, then by rank, then as they are on their rank."""

@@ -56,7 +56,7 @@ def _maps(sizes: list[int], padded: list[int], device: torch.device) -> tuple[Te
     """The row before padding of each padded row, -1 for padding; and the padded row of each row."""
     counts = torch.tensor([sizes, padded], dtype=torch.int32, device="cpu")
     if device.type == "cuda":
-        counts = counts.pin_memory().to(device, non_blocking=True)  # nothing waits
+        counts = counts.pin_memory().to(device, non_blocking=True)  # does not synchronize
     return chunk_rows(counts[0], None, counts[1], sum(sizes), sum(padded))
 
 

@@ -67,7 +67,7 @@ def moe_permute(
 
     ``routing_map``: for ``mask`` (T, experts), not 0 where a token goes to an expert; for ``index`` (T, top_k), the
     experts of each token, -1 for none. ``num_out_tokens``: the number of rows; rows beyond it are dropped. Without it
-    (-1, 0) they are counted, and a GPU waits. ``max_token_num`` has no effect.
+    (-1, 0) they are counted, which synchronizes. ``max_token_num`` has no effect.
 
     Raises TypeError and ValueError for tensors that do not fit.
     """
@@ -104,7 +104,7 @@ def moe_permute_and_pad_with_probs(
     """``moe_permute_with_probs`` with zero rows after the rows of each expert, up to a multiple of ``align_size``.
 
     Returns rows, weights, row_id_map, the rows of padding before each expert (None if there is no padding), and the
-    padded number of rows of each expert. A GPU waits. Layers of this package need no padding.
+    padded number of rows of each expert. Synchronizes with a GPU. Layers of this package need no padding.
     """
     name = "moe_permute_and_pad_with_probs"
     check(name, "align_size", align_size, COUNT)
@@ -168,7 +168,7 @@ def _chunks(name: str, inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
     """The chunks of rows of ``inp``, of ``split_sizes`` rows each, in the order ``sorted_index``.
 
-    ``sorted_index`` names each chunk once. Rows after all chunks stay where they are. Nothing waits for a GPU. Raises
+    ``sorted_index`` names each chunk once. Rows after all chunks stay where they are. Does not synchronize. Raises
     TypeError and ValueError for other tensors.
     """
     return moved(inp, None, *_chunks("moe_sort_chunks_by_index", inp, split_sizes, sorted_index))[0]

@@ -66,7 +66,7 @@ def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
     return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
-def is_apart(size: Sequence[int], stride: Sequence[int]) -> bool:
+def is_non_overlapping(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether no two entries share memory, by a test that every view made by slices and permutations passes."""
     reach = 1
     for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n > 1):
@@ -138,7 +138,7 @@ def check_components(
         for name, t in named:
             if t is not None and not has_memory(t):
                 raise ValueError(f"{format}: the storage of {name} {tuple(t.shape)} was freed or is too short")
-            if t is not None and no_overlap and not is_apart(t.shape, t.stride()):
+            if t is not None and no_overlap and not is_non_overlapping(t.shape, t.stride()):
                 raise ValueError(
                     f"{format}: entries of {name} share memory (shape {tuple(t.shape)}, strides {t.stride()}); clone it"
                 )
@@ -266,7 +266,7 @@ def fits_outside(size: tuple[int, ...], stride: tuple[int, ...], *operands: Oper
         if operand is not None and not is_traced(operand.data):
             values, entries = operand.format.element.packing
             most = max(most, operand.data.untyped_storage().nbytes() // entries * values)
-    return is_apart(size, stride) and _extent(size, stride) <= most
+    return is_non_overlapping(size, stride) and _extent(size, stride) <= most
 
 
 def known_size(inner: Mapping[str, Tensor], outer: Sequence[int]) -> tuple[int, ...]:

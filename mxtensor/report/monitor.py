@@ -63,7 +63,7 @@ class _Measurement:
         self.sums = {}
 
     def rows(self) -> list[MonitorRow]:
-        """Read the sums, which waits for the devices."""
+        """Read the sums, which synchronizes with the devices."""
         found: dict[Cell, list[float]] = {}
         for cells, sums in [*self.stacked, *(([cell], sums[None]) for cell, sums in self.sums.items())]:
             for cell, numbers in zip(cells, sums.tolist(), strict=True):
@@ -97,7 +97,7 @@ class Monitor:
         self.close()
 
     def close(self) -> None:
-        """Measure no more. What was measured can still be read."""
+        """Stop measuring. Earlier measurements can still be read."""
         if self._reference is not None:
             remove(self._reference)
         self._reference = None
@@ -110,7 +110,7 @@ class Monitor:
         self._now = None
 
     def step(self) -> None:
-        """Call it after each step of the optimizer. Nothing waits for the device."""
+        """Call it after each optimizer step. Does not synchronize with the device."""
         self._end()
         self._step += 1
         if self._reference is not None and self._step % self._every == 0:
@@ -164,7 +164,7 @@ class Monitor:
     # ------------------------------------------------------------------------------------------ reading
 
     def rows(self) -> list[MonitorRow]:
-        """The latest measurement, layer by layer in the order in which they ran. Waits for the device.
+        """The latest measurement, layer by layer in the order in which they ran. Synchronizes.
 
         Empty if no layer has trained quantized in a measured step.
         """
@@ -172,7 +172,7 @@ class Monitor:
         return [] if latest is None else latest.rows()
 
     def history(self) -> list[MonitorRow]:
-        """The rows of the last 1000 measurements, the oldest first. Waits for the device."""
+        """The rows of the last 1000 measurements, the oldest first. Synchronizes."""
         return [row for one in (*self._done, *([] if self._now is None else [self._now])) for row in one.rows()]
 
     def __str__(self) -> str:

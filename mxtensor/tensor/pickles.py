@@ -16,7 +16,7 @@ from ..numerics.operand import Rotated
 from ..numerics.validate import fits_outside
 from ..recipe.rows import recipe_to_row
 from .attributes import set_attributes, user_attributes
-from .stored import in_a_file, stored_arguments
+from .stored import stored_arguments, to_store
 
 KINDS: dict[str, Any] = {}
 """Class of what ``rebuild`` makes, by its name: MXTensor and RotatedTensor."""
@@ -40,10 +40,10 @@ class Pickled(Tensor):
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         operands = (("_rowwise", self._rowwise), ("_columnwise", self._columnwise))
-        components = {side: o.map(in_a_file).tensors for side, o in operands if o is not None}
+        components = {side: o.map(to_store).tensors for side, o in operands if o is not None}
         signs: tuple[int, ...] = ()
         if self._rotated is not None:
-            components["_rotated"], signs = self._rotated.operand.map(in_a_file).tensors, (self._rotated.signs,)
+            components["_rotated"], signs = self._rotated.operand.map(to_store).tensors, (self._rotated.signs,)
         size, stride = tuple(self.shape), self.stride()
         if not fits_outside(size, stride, *self.operands):  # an expanded tensor, or the copy of a slice
             stride = torch.empty_strided(size, stride, device="meta").clone().stride()

@@ -17,16 +17,16 @@ from ..kernels.quantize.hadamard import GROUP
 from ..numerics.formats import Format
 from ..numerics.operand import Operand, Rotated
 from ..numerics.reference import SOURCE_DTYPES
-from ..numerics.validate import check_numbers, check_operand, check_outer, is_apart
+from ..numerics.validate import check_numbers, check_operand, check_outer, is_non_overlapping
 from ..recipe.rows import recipe_from_row
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SOURCE_DTYPES}
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def in_a_file(t: Tensor) -> Tensor:
+def to_store(t: Tensor) -> Tensor:
     """Codes as bytes; a copy of a tensor whose entries share memory, such as an expanded one."""
-    t = t if is_apart(t.shape, t.stride()) else t.contiguous()
+    t = t if is_non_overlapping(t.shape, t.stride()) else t.contiguous()
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 

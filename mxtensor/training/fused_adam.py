@@ -35,7 +35,7 @@ DTYPES = {
 
 
 class FusedAdam(Optimizer):
-    """Adam whose moments and master weights may be narrow, with TransformerEngine's arguments and states.
+    """Adam whose moments and master weights may have fewer than 32 bits, with TransformerEngine's arguments and states.
 
     ``exp_avg_dtype``, ``exp_avg_sq_dtype``: float32, bfloat16, float16, or uint8 for E4M3; float16 and uint8 have one
     float32 scale for each parameter, which is chosen anew in each step. ``master_weights=True``: bfloat16, float16 and
