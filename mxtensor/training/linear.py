@@ -6,14 +6,16 @@ graph holds.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.compat import disable_torch_function, nonstrict_trace
+from ..core.compat import disable_torch_function, is_exporting, nonstrict_trace
 from ..core.select import dispatch_context, forced_kernel, restore_context
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
@@ -29,6 +31,8 @@ from .operands import Scales, cached_operands
 from .passes import Inputs, Options, cast_weight, forward
 from .stack_operands import layout_of
 from .training_weight import values_of
+
+_log = logging.getLogger("mxtensor")
 
 
 def linear(
@@ -71,7 +75,7 @@ def _linear(
             cached = cached_operands(weight, options.linear_recipe) if cached is None else cached
         else:
             _check_stack(x, weight, ends)
-        y: Tensor = _Linear.apply(x, weight, bias, options, scales, cached, ends)
+        y: Tensor = _Linear.apply(x, weight, bias, options, scales, cached, ends, _trains(x, weight))
         if OBSERVERS:
             notify(y, LayerCall(x, weight, options.linear_recipe, scales, ends))
         return y
@@ -86,6 +90,25 @@ def _traced(key: str, dtype: str, save_input: bool, has: str, x: Tensor, weight:
     scales = list(tensors)
     options = Options(recipe_by_key(key), getattr(torch, dtype), save_input)
     return _linear(x, weight, bias, options, Scales(*scales) if scales else None, None, ends)
+
+
+def _trains(x: Tensor, weight: Tensor) -> bool:
+    """Whether there will be a backward pass. The function cannot know: torch disables gradients inside of it."""
+    if not torch.is_grad_enabled():
+        return False
+    if not is_exporting():
+        return True
+    if x.requires_grad or weight.requires_grad:
+        _warn_of_export()
+    return False
+
+
+@cache
+def _warn_of_export() -> None:
+    _log.warning(
+        "torch.export: the program of a layer that trains quantized has no backward pass, and gives no gradients; "
+        "export inside torch.no_grad(), and train the module itself"
+    )
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -151,9 +174,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
-        cached: tuple[Operand | None, Operand | None] | None, ends: Tensor | None,
+        cached: tuple[Operand | None, Operand | None] | None, ends: Tensor | None, trains: bool,
     ) -> Tensor:  # fmt: skip
-        needs = ctx.needs_input_grad[:3]
+        needs = tuple(trains and need for need in ctx.needs_input_grad[:3])
         layer: Any = None
         tensors: Sequence[Tensor]
         stacked, quantized = weight.dim() > 2, isinstance(values_of(weight), MXTensor)
@@ -187,4 +210,4 @@ class _Linear(torch.autograd.Function):
             else:
                 ends, tensors = (tensors[-1], tensors[:-1]) if has_ends else (None, tensors)
                 found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer, ends)
-            return *found, None, None, None, None
+            return *found, None, None, None, None, None
