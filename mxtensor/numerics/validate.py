@@ -159,8 +159,8 @@ def check_operand(what: str, operand: Any, no_overlap: bool) -> Operand:
     )
 
 
-def check_sizes(operand: Operand) -> None:
-    """Raise ValueError unless native code can read the whole operand at its addresses.
+def check_sizes(operand: Operand, strided: bool = False) -> None:
+    """Raise ValueError unless native code can read the whole operand at its addresses; ``strided``: by its strides.
 
     The short form of ``check_components``, for each entry of native code: dtypes follow from the format, and memory is
     compared through the sizes.
@@ -178,7 +178,7 @@ def check_sizes(operand: Operand) -> None:
         and (global_scale is None or (global_scale.numel() == 1 and global_scale.dtype is torch.float32))
         and (global_scale is None or global_scale.device == data.device)
         and min(shape) >= 0
-        and (0 in shape or (_holds(data) and _holds(scale)))
+        and (0 in shape or all(map(has_memory if strided else _holds, (data, scale))))
     ):
         return
     whole = None if global_scale is None and format.global_scale else format  # kernels may get the global scale apart

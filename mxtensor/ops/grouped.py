@@ -18,6 +18,7 @@ from torch import Tensor
 from ..core.dispatch import arguments_of, implements
 from ..core.plan import PLANS
 from ..core.select import is_observed
+from ..core.shapes import as_matrix
 from ..core.tracing import is_captured, is_traced
 from ..core.when_imported import after_import
 from ..kernels.gemm import cpu_codes, select
@@ -111,8 +112,7 @@ def bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
     check_dims("bmm", (a, 3), (b, 3))
     one = first_of_repeats(b)
     if one is not None and not isinstance(a, MXTensor) and a.shape[0] == b.shape[0]:
-        rows = a.reshape(-1, a.shape[-1])
-        return product("bmm", Side(rows, False), Side(one, True)).view(*a.shape[:-1], b.shape[-1])
+        return product("bmm", Side(as_matrix(a), False), Side(one, True)).view(*a.shape[:-1], b.shape[-1])
     out = _as_groups(a, b)
     return product("bmm", Side(a, False), Side(b, True)) if out is None else out
 

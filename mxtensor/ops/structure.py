@@ -156,7 +156,7 @@ def _matrices(t: Tensor, index: Tensor) -> Tensor:
     """``t[index]``, eight bytes at a time where a matrix has a multiple of them."""
     flat = t.flatten(1)
     aligned = t.storage_offset() % 8 == 0 and (is_traced(t) or t.data_ptr() % 8 == 0)
-    wide = t.is_contiguous() and flat.shape[1] % 8 == 0 and aligned
+    wide = t.is_contiguous() and flat.numel() > 0 and flat.shape[1] % 8 == 0 and aligned
     found: Tensor = aten.index.Tensor(flat.view(torch.int64) if wide else flat, [index])
     return found.view(t.dtype).view(index.shape[0], *t.shape[1:])
 

@@ -111,7 +111,7 @@ def _dtype_of(format: Format) -> torch.dtype:
 def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     assert isinstance(b, Operand)
     if not is_traced(b.data):
-        check_sizes(b)
+        check_sizes(b, strided=True)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
     if len(shape) != 2:
@@ -131,7 +131,7 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     assert isinstance(b, Operand)
     if not is_traced(b.data):
-        check_sizes(b)
+        check_sizes(b, strided=True)
     x, x_global, cast = _activations(a)
     return linear_groups(  # type: ignore[no-any-return]
         x.contiguous(), b.data.contiguous(), b.scale.contiguous(), b.global_scale, x_global, ends.contiguous(),
@@ -162,7 +162,6 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
     a is x (..., K) as rows, unquantized or plain.
     """
     assert isinstance(b, Operand)
-    check_sizes(b)
     bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
     if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast)):
         return None
@@ -171,6 +170,7 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
         return None
     if not (b.data.is_contiguous() and b.scale.is_contiguous()):
         return None
+    check_sizes(b)
     if not x.is_contiguous() or x.numel() > FEW_ROWS * x.shape[-1]:
         return None
     rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], b.shape[-2])

@@ -180,7 +180,7 @@ def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Te
 
 def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     """``reference.decode`` of operands on a CUDA device."""
-    check_sizes(operand)
+    check_sizes(operand, strided=True)
     format, shape, global_scale = operand.format, operand.shape, operand.global_scale
     code = format_code(format, triton_launch.instructions_of(operand.data.device), global_scale is not None)
     out = torch.empty(shape, dtype=dtype, device=operand.data.device)

@@ -120,7 +120,7 @@ def _call(a: GemmOperand, b: GemmOperand, ends: Tensor | None, args: GemmArgs, w
     """Call ``work`` with the arguments of ``_one``, made from the operands of the product."""
     assert isinstance(b, Operand)
     if not is_traced(b.data):
-        check_sizes(b)
+        check_sizes(b, strided=True)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
     if len(shape) != 2:
@@ -162,7 +162,6 @@ def _prepare(
     a is x (..., K) as rows, unquantized or plain.
     """
     assert isinstance(b, Operand)
-    check_sizes(b)
     bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
     if not isinstance(a, Tensor) and (cast is None or not is_cast_here(cast, x)):
         return None
@@ -171,6 +170,7 @@ def _prepare(
         return None
     if not all(t is None or t.is_contiguous() for t in (x, b.data, b.scale, ends)):
         return None
+    check_sizes(b)
     weight = Weight(b.data, b.scale, b.global_scale, bias)
     return prepare_launch(x, [weight], b.format, b.shape[-1], cast, ends=ends, kind=kind)
 

@@ -305,6 +305,13 @@ def test_dequantize_takes_operands_that_are_slices():
     assert_same_values(triton_rows.dequantize(part, torch.float32), decode(part, torch.float32))
 
 
+@pytest.mark.parametrize("shape", [(5, 64), (3, 5, 64)], ids=str)
+def test_dequantize_takes_operands_whose_rows_share_memory(shape):
+    row = encode(torch.randn(1, 64), Cast.of("mxfp4"))
+    part = row.map_blocks(lambda t: t.expand(*shape[:-1], -1), shape)
+    assert_same_values(triton_rows.dequantize(part, torch.float32), decode(row, torch.float32).expand(shape))
+
+
 # ---------------------------------------------------------------------------------------------- stochastic
 
 
