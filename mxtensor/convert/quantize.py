@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from ..tensor.attributes import set_attributes, user_attributes
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
-from ..training.training_weight import values_of
+from ..training.training_weight import TrainingWeight, values_of
 from . import static_inputs
 from .choose import choose
 from .configs import Config, NVFP4DynamicActivationNVFP4WeightConfig
@@ -65,7 +66,8 @@ def quantize_(
     weights quantized and the others unchanged, and another call quantizes the rest.
 
     Warns if no layer matches, or if ``include_head`` finds no head. Create the optimizer for training after this call:
-    parameters are new objects over the same memory, with the attributes that were set on the old ones.
+    parameters are new objects over the same memory, with the attributes and hooks that were set on the old ones. A
+    later call with another recipe keeps the parameters, and so the optimizer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_ takes a module, not {described(model)}; for a tensor use mx.quantize(x, format)")
@@ -151,15 +153,15 @@ def convert(model: ModuleT, changes: Sequence[Change], made: Mapping[str, MXTens
     end, in case of a failure; for inference, each is freed at once.
     """
     made = made or {}
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    undo: list[Callable[[], None]] = []
     try:
         for change in _progress(changes, made):
             if change.recipe.trains:
-                _replace(change, replaced)
+                _replace(change, undo)
             else:
                 _replace_and_free(change, made.get(change.fqn))
     except BaseException:
-        _restore(replaced)
+        _restore(undo)
         raise
     if any(not change.recipe.trains for change in changes):
         count_codes(model)
@@ -168,29 +170,39 @@ def convert(model: ModuleT, changes: Sequence[Change], made: Mapping[str, MXTens
 
 def _replace_and_free(change: Change, made: MXTensor | None) -> None:
     """Replace a weight in all its places, or in none; the original is free on return."""
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    undo: list[Callable[[], None]] = []
     try:
-        _replace(change, replaced, made)
+        _replace(change, undo, made)
     except BaseException:
-        _restore(replaced)
+        _restore(undo)
         raise
 
 
-def _restore(replaced: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    for module, name, original in reversed(replaced):
-        setattr(module, name, original)
+def _restore(undo: Sequence[Callable[[], None]]) -> None:
+    for one in reversed(undo):
+        one()
 
 
-def _replace(change: Change, replaced: list[tuple[nn.Module, str, nn.Parameter]], made: MXTensor | None = None) -> None:
-    """Replace a weight in all its places; ``replaced`` gets the original before each one."""
+def _replace(change: Change, undo: list[Callable[[], None]], made: MXTensor | None = None) -> None:
+    """Replace a weight in all its places; ``undo`` gets what restores each one before it changes. A weight that has a
+    recipe already stays the same parameter and gets the new recipe."""
     module, name = change.places[0]
     original = getattr(module, name)
-    parameter = _parameter(original, [module for module, _ in change.places], change.orientation, change.recipe, made)
+    in_place = change.recipe.trains and isinstance(original, TrainingWeight)
+    if in_place:
+        training = _training("training")
+        undo.append(training.undo_of(original))
+        training.change_recipe(original, _training_recipe(original, change.orientation, change.recipe))
+        parameter = original
+    else:
+        modules = [module for module, _ in change.places]
+        parameter = _parameter(original, modules, change.orientation, change.recipe, made)
     for module, name in change.places:
         register_state_dict_hooks(module)
         show_format(module)
-        replaced.append((module, name, original))
-        setattr(module, name, parameter)
+        if not in_place:
+            undo.append(partial(setattr, module, name, original))
+            setattr(module, name, parameter)
 
 
 def _progress(changes: Sequence[Change], made: Mapping[str, MXTensor]) -> Iterable[Change]:
@@ -206,14 +218,19 @@ def _parameter(
 ) -> nn.Parameter:  # fmt: skip
     """The parameter that replaces ``weight`` of ``modules``, with its attributes."""
     if recipe.trains:
-        if orientation is Orientation.COLUMNWISE or weight.dim() > 2:  # FSDP2 gathers codes of matrices (out, in) only
-            recipe = replace(recipe, quantized_gather=False)
+        recipe = _training_recipe(weight, orientation, recipe)
         parameter = _training("training").training_parameter(weight, recipe)
     else:
         if made is None:
             made = quantize_as(values_of(weight), inference_recipe(modules, recipe), orientation)
         parameter = nn.Parameter(made, requires_grad=False)
     return set_attributes(parameter, user_attributes(weight))  # type: ignore[no-any-return]
+
+
+def _training_recipe(weight: nn.Parameter, orientation: Orientation, recipe: LinearRecipe) -> LinearRecipe:
+    """The recipe that a weight carries: FSDP2 gathers codes of matrices (out, in) only."""
+    whole = orientation is Orientation.COLUMNWISE or weight.dim() > 2
+    return replace(recipe, quantized_gather=False) if whole else recipe
 
 
 def inference_recipe(modules: Sequence[nn.Module], recipe: LinearRecipe) -> LinearRecipe:

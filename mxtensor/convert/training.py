@@ -1,12 +1,17 @@
-"""The parameter that ``quantize_`` makes for training."""
+"""The parameter that ``quantize_`` makes for training, and another recipe for one that it has made."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import nn
 
 from ..recipe.linear_recipe import LinearRecipe
 from ..training.interception import delayed_state
 from ..training.training_weight import TrainingWeight, delayed_states, values_of
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where torch keeps the hooks of a parameter. Handles remove a hook from the dict itself."""
 
 
 def training_parameter(weight: nn.Parameter, linear_recipe: LinearRecipe) -> nn.Parameter:
@@ -17,4 +22,34 @@ def training_parameter(weight: nn.Parameter, linear_recipe: LinearRecipe) -> nn.
             setattr(out, name, state)
         delayed_state(out, linear_recipe)
     out.grad = weight.grad
+    for name in HOOKS:
+        hooks = getattr(weight, name)
+        if hooks is not None:
+            setattr(out, name, hooks)
     return out
+
+
+def undo_of(weight: TrainingWeight) -> Callable[[], None]:
+    """What gives ``weight`` back the recipe and the histories that it has now."""
+    linear_recipe, states = weight.linear_recipe, delayed_states(weight)
+
+    def undo() -> None:
+        _set(weight, linear_recipe, states)
+
+    return undo
+
+
+def change_recipe(weight: TrainingWeight, linear_recipe: LinearRecipe) -> None:
+    """Give ``weight`` another recipe, in place: optimizers, hooks and DistributedDataParallel have this parameter. Its
+    histories go on if scaling stays delayed, and end otherwise."""
+    _set(weight, linear_recipe, {} if linear_recipe.delayed is None else delayed_states(weight))
+    if linear_recipe.delayed is not None:
+        delayed_state(weight, linear_recipe)
+
+
+def _set(weight: TrainingWeight, linear_recipe: LinearRecipe, states: dict[str, object]) -> None:
+    for name in delayed_states(weight):
+        delattr(weight, name)
+    for name, state in states.items():
+        setattr(weight, name, state)
+    weight.linear_recipe = linear_recipe

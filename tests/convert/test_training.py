@@ -361,6 +361,60 @@ def test_quantizing_again_replaces_the_recipe():
     assert net[0].weight.linear_recipe == MXFP6.linear_recipe()
 
 
+@pytest.mark.parametrize("later", [NVFP4BlockScaling(), DelayedScaling(), MXFP6], ids=str)
+def test_the_optimizer_goes_on_when_the_recipe_changes(later):
+    """The run is that of a model which has had its values and the moments of its optimizer from the start."""
+
+    def made(recipe):
+        torch.manual_seed(0)
+        net = mx.quantize_(nn.Sequential(nn.Linear(64, 48), Conv1D(32, 48)), recipe)
+        return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def step(net, optimizer):
+        torch.manual_seed(1)
+        net(torch.randn(20, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (net, optimizer), (twin, fresh) = made(MXFP8), made(later)
+    step(net, optimizer)
+    twin.load_state_dict(net.state_dict())
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = [*net.parameters()]
+    mx.quantize_(net, later)
+    assert all(p is q for p, q in zip(net.parameters(), before, strict=True))
+    assert [net[0].weight.linear_recipe, net[1].weight.linear_recipe] == [
+        twin[0].weight.linear_recipe, twin[1].weight.linear_recipe
+    ]  # fmt: skip
+    for _ in range(2):
+        step(net, optimizer)
+        step(twin, fresh)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+    assert net.state_dict().keys() == twin.state_dict().keys()
+
+
+def test_a_compiled_model_follows_another_recipe():
+    net = mx.quantize_(nn.Linear(64, 48), MXFP8)
+    compiled, x = torch.compile(net, backend="aot_eager"), torch.randn(20, 64)
+    assert torch.equal(compiled(x), net(x))
+    mx.quantize_(net, MXFP6)
+    assert torch.equal(compiled(x), net(x))
+
+
+def test_hooks_of_a_weight_run_after_it_is_quantized():
+    net, seen = nn.Linear(64, 48), []
+    double = net.weight.register_hook(lambda grad: grad * 2)
+    after = net.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    x, g = torch.randn(20, 64), torch.randn(20, 48)
+    mx.quantize_(net, MXFP8)
+    net(x).backward(g)
+    double.remove()
+    after.remove()
+    net.weight.grad = None
+    net(x).backward(g)
+    assert len(seen) == 1 and torch.equal(seen[0], 2 * net.weight.grad)
+
+
 def test_quantizing_more_of_a_model_leaves_the_rest():
     net = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32))
     mx.quantize_(net, MXFP8, lambda module, fqn: fqn == "0")

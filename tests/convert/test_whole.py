@@ -157,6 +157,21 @@ def test_a_failure_while_a_model_for_training_is_converted_restores_it(error, mo
     assert all(layer.weight is parameter for layer, parameter in zip(model, parameters, strict=True))
 
 
+def test_a_failure_gives_recipes_and_histories_back(monkeypatch):
+    model = net()
+    mx.quantize_(model, mx.recipe.DelayedScaling())
+    x = torch.randn(4, model[0].in_features)
+    model(x).sum().backward()
+    states = [vars(layer.weight)["_mxtensor_delayed_state"] for layer in model]
+    training = quantize._training("training")
+    monkeypatch.setattr(training, "change_recipe", failing(training.change_recipe, KeyboardInterrupt, 3))
+    with pytest.raises(KeyboardInterrupt):
+        mx.quantize_(model, RECIPE)
+    recipe = mx.recipe.DelayedScaling().linear_recipe()
+    assert all(layer.weight.linear_recipe == recipe for layer in model)
+    assert all(vars(layer.weight)["_mxtensor_delayed_state"] is s for layer, s in zip(model, states, strict=True))
+
+
 class Refuses(nn.Linear):
     """A module that does not take another parameter, the second time."""
 
