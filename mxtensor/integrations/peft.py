@@ -20,6 +20,7 @@ from torch import Tensor
 from ..core.compat_hooks import hook_method
 from ..core.when_imported import after_import
 from ..tensor.mxtensor import MXTensor
+from . import peft_unmerge
 
 ROWS = 64
 """Rows of each weight that are compared."""
@@ -137,9 +138,11 @@ COPIES = (
 
 
 def install(module: Any) -> None:
-    """Let the merges of ``peft.tuners.tuners_utils.BaseTuner`` warn, and what adapters copy and train be plain."""
+    """Let the merges of ``peft.tuners.tuners_utils.BaseTuner`` warn and be undone, and what adapters copy and train be
+    plain."""
     for name, position in (("merge_and_unload", 2), ("merge_adapter", 0)):
         hook_method(module.BaseTuner, name, _warning(name, position))
+    peft_unmerge.install(module.BaseTuner)
     for name, kind, method, wrap in COPIES:
         after_import(name, partial(_hook_copies, name, kind, method, wrap))
 

@@ -1,5 +1,7 @@
 """peft: adapters train over frozen codes, and a merge says how much of them the rounding takes."""
 
+import copy
+import gc
 import warnings
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mxtensor as mx
+from mxtensor.integrations import peft_unmerge
 from tests.integrations.test_transformers import IDS, MODELS, quantized
 
 peft = pytest.importorskip("peft")
@@ -59,6 +62,80 @@ def test_a_merge_of_adapters_in_place_warns_too(tmp_path):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Already following adapters were merged|All adapters are already merged")
         model.merge_adapter()
+
+
+def codes_of(model):
+    return {n: p.dequantize().clone() for n, p in model.named_parameters() if isinstance(p, mx.MXTensor)}
+
+
+def changed(model, codes):
+    """The weights whose values differ from ``codes``."""
+    return {n for n, p in model.named_parameters() if n in codes and not torch.equal(p.dequantize(), codes[n])}
+
+
+TUNERS = {
+    "lora": lambda: peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False),
+    "dora": lambda: peft.LoraConfig(target_modules=["q_proj"], r=2, use_dora=True, init_lora_weights=False),
+    "parameters": lambda: peft.LoraConfig(
+        target_modules=[], target_parameters=["q_proj.weight"], r=2, init_lora_weights=False
+    ),
+    "loha": lambda: peft.LoHaConfig(target_modules=["q_proj"], r=2, init_weights=False),
+    "oft": lambda: peft.OFTConfig(target_modules=["q_proj"], oft_block_size=8, init_weights=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:merge_adapter. .* weights are in:UserWarning")
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8-weight-only"])
+@pytest.mark.parametrize("name", TUNERS)
+def test_merged_adapters_leave_the_codes_as_they_were(name, format):
+    """Also where a forward pass without adapters takes them out, and in a copy of a merged model."""
+    model = peft.get_peft_model(mx.quantize_(MODELS["Llama"](), format), TUNERS[name]()).eval()
+    codes = codes_of(model)
+    for _ in range(2):
+        model.merge_adapter()
+        assert changed(model, codes)
+        model.unmerge_adapter()
+        assert not changed(model, codes)
+    model.merge_adapter()
+    other = copy.deepcopy(model)
+    with model.disable_adapter():
+        model(IDS)
+    other.unmerge_adapter()
+    assert not changed(model, codes) and not changed(other, codes)
+
+
+def test_a_shared_weight_has_its_codes_when_the_last_layer_has_taken_its_adapter_out():
+    net = MODELS["Llama"]()
+    net.config.tie_word_embeddings = True
+    net.tie_weights()
+    config = peft.LoraConfig(target_modules=["embed_tokens", "lm_head", "q_proj"], r=2, init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(mx.quantize_(net, "mxfp8-weight-only", include_head=True), config)
+        codes = codes_of(model)
+        model.merge_adapter()
+    assert any("embed_tokens" in name for name in changed(model, codes))
+    model.unmerge_adapter()
+    assert not changed(model, codes)
+
+
+@pytest.mark.filterwarnings("ignore:merge_a.*:UserWarning", "ignore:All adapters are already merged:UserWarning")
+def test_codes_of_before_are_freed_and_do_not_replace_what_was_loaded():
+    model = peft.get_peft_model(mx.quantize_(MODELS["Llama"](), "mxfp8"), TUNERS["lora"]())
+    loaded = {n: p.detach().clone() for n, p in model.named_parameters() if isinstance(p, mx.MXTensor)}
+    model.merge_adapter()
+    assert len(peft_unmerge._before) == len(loaded)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name in loaded:
+                p.copy_(loaded[name])
+    model.unmerge_adapter()
+    assert len(changed(model, {n: w.dequantize() for n, w in loaded.items()})) == len(loaded)
+    model.merge_adapter()
+    model.merge_and_unload()
+    del model
+    gc.collect()
+    assert not peft_unmerge._before
 
 
 def test_what_changes_nothing_and_what_is_not_quantized_does_not_warn(tmp_path):
