@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mxtensor as mx
-from mxtensor.integrations import peft_unmerge
+from mxtensor.integrations import peft_merges
 from tests.integrations.test_transformers import IDS, MODELS, quantized
 
 peft = pytest.importorskip("peft")
@@ -119,12 +119,54 @@ def test_a_shared_weight_has_its_codes_when_the_last_layer_has_taken_its_adapter
     assert not changed(model, codes)
 
 
+@pytest.mark.filterwarnings("ignore:merge_adapter. .* weights are in:UserWarning")
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_sum_of_several_adapters_is_rounded_once(dora):
+    """Merged one after the other or together, and with DoRA, which takes the others out in between."""
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, use_dora=dora, init_lora_weights=False)
+    model = peft.get_peft_model(mx.quantize_(MODELS["Llama"](), "mxfp4"), config)
+    model.add_adapter("other", config)
+    codes, twin = codes_of(model), copy.deepcopy(model)
+    for module in twin.modules():
+        for name, p in [*module._parameters.items()]:
+            if isinstance(p, mx.MXTensor):
+                setattr(module, name, torch.nn.Parameter(p.dequantize(), requires_grad=False))
+    twin.merge_adapter(["default", "other"])
+    wanted = twin.base_model.model.model.layers[0].self_attn.q_proj.weight
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    for calls in ([["default", "other"]], [["default"], ["other"]]):
+        for names in calls:
+            model.merge_adapter(names)
+        assert torch.equal(layer.weight.dequantize(), mx.quantize(wanted.detach(), "mxfp4").dequantize())
+        model.unmerge_adapter()
+        assert not changed(model, codes)
+
+
+def test_a_change_of_the_last_rows_alone_is_merged():
+    net = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False))
+    config = peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(mx.quantize_(net, "mxfp8"), config)
+    layer = model.base_model.model[0]
+    with torch.no_grad():
+        layer.lora_B["default"].weight[: peft_merges.ROWS] = 0
+    wanted = layer.weight.dequantize() + layer.get_delta_weight("default")
+    model.merge_adapter()
+    assert torch.equal(layer.weight.dequantize(), mx.quantize(wanted.detach(), "mxfp8").dequantize())
+
+
+@pytest.mark.parametrize("name", ["dora", "loha", "oft"])
+def test_merges_of_other_tuners_say_what_they_round(name):
+    model = peft.get_peft_model(mx.quantize_(MODELS["Llama"](), "mxfp4"), TUNERS[name]())
+    with pytest.warns(UserWarning, match="merge_and_unload: [24] weights are in mxfp4_e2m1, .* of the norm of what"):
+        model.merge_and_unload()
+
+
 @pytest.mark.filterwarnings("ignore:merge_a.*:UserWarning", "ignore:All adapters are already merged:UserWarning")
 def test_codes_of_before_are_freed_and_do_not_replace_what_was_loaded():
     model = peft.get_peft_model(mx.quantize_(MODELS["Llama"](), "mxfp8"), TUNERS["lora"]())
     loaded = {n: p.detach().clone() for n, p in model.named_parameters() if isinstance(p, mx.MXTensor)}
     model.merge_adapter()
-    assert len(peft_unmerge._before) == len(loaded)
+    assert len(peft_merges._before) == len(loaded)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name in loaded:
@@ -135,7 +177,7 @@ def test_codes_of_before_are_freed_and_do_not_replace_what_was_loaded():
     model.merge_and_unload()
     del model
     gc.collect()
-    assert not peft_unmerge._before
+    assert not peft_merges._before
 
 
 def test_what_changes_nothing_and_what_is_not_quantized_does_not_warn(tmp_path):
