@@ -22,7 +22,6 @@ from ..tensor.quantize_as import quantize_as
 
 BEFORE = "_mxtensor_before_merge"
 """The attribute of a layer of peft with what its merges have changed."""
-
 INSIDE = "_mxtensor_merging"
 """The attribute of a layer while it merges and its weights have no codes: DoRA takes adapters out and merges again."""
 ROWS = 64
@@ -78,7 +77,7 @@ def _hooking_layers(inject: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         out = inject(self, model, *args, **kwargs)
         for layer in model.modules():
-            if hasattr(layer, "get_base_layer") and next(_places(layer), None) is not None:
+            if hasattr(layer, "get_base_layer"):  # its weight may be quantized later
                 for name, wrap in (("merge", _saving), ("unmerge", _restoring)):
                     kind = next((kind for kind in type(layer).__mro__ if name in vars(kind)), None)
                     if kind is not None and (kind, name) not in _hooked:
@@ -102,9 +101,9 @@ def _in_high_precision(layer: Any) -> Iterator[None]:
     """The weights of ``layer`` have no codes inside the block, and get those of their new values after it."""
     places = [*_places(layer)]
     setattr(layer, INSIDE, True)
-    for module, name, weight in places:
-        module._parameters[name] = torch.nn.Parameter(weight.detach().dequantize(), requires_grad=False)
     try:
+        for module, name, weight in places:
+            module._parameters[name] = torch.nn.Parameter(weight.detach().dequantize(), requires_grad=False)
         yield
         for module, name, weight in places:
             _store(layer, weight, module._parameters[name].detach())  # type: ignore[union-attr]
@@ -133,7 +132,7 @@ def _saving(merge: Callable[..., Any]) -> Callable[..., Any]:
     def merge_saved(self: Any, safe_merge: bool = False, adapter_names: Any = None) -> Any:
         done = [*self.merged_adapters]
         names = [*(self.active_adapters if adapter_names is None else adapter_names)]
-        if INSIDE in vars(self) or all(name in done for name in names):
+        if INSIDE in vars(self) or all(name in done for name in names) or next(_places(self), None) is None:
             return merge(self, safe_merge, adapter_names)
         if BEFORE in vars(self):  # the sum of all is rounded once
             self.unmerge()

@@ -142,6 +142,30 @@ def test_the_sum_of_several_adapters_is_rounded_once(dora):
         assert not changed(model, codes)
 
 
+@pytest.mark.filterwarnings("ignore:merge_adapter. .* weights are in:UserWarning")
+def test_a_model_that_is_quantized_after_it_has_adapters_is_restored_too():
+    model = peft.get_peft_model(MODELS["Llama"](), TUNERS["lora"]())
+    mx.quantize_(model, "mxfp8", lambda module, fqn: fqn.endswith("base_layer"))
+    codes = codes_of(model)
+    model.merge_adapter()
+    assert len(changed(model, codes)) == len(codes) == 14
+    model.unmerge_adapter()
+    assert not changed(model, codes)
+
+
+@pytest.mark.filterwarnings("ignore:Already following adapters were merged:UserWarning")
+def test_layers_that_are_not_quantized_merge_as_without_this_package():
+    config = peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), config)
+    model.add_adapter("other", config)
+    layer = model.base_model.model[0]
+    wanted = layer.weight.clone()
+    for name in ("default", "other"):
+        wanted += layer.get_delta_weight(name)
+        model.merge_adapter([name])
+    assert torch.equal(layer.weight, wanted) and not any(name.startswith("_mxtensor") for name in vars(layer))
+
+
 def test_a_change_of_the_last_rows_alone_is_merged():
     net = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False))
     config = peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False)
