@@ -63,7 +63,8 @@ class Conversion:
 
     left: list[str] = field(default_factory=list)
     """Other matrices that would have been quantized, and stay as they were: transformers splits or joins them without a
-    look at codes, two layers share them, or the layout does not hold matrices (in, out)."""
+    look at codes, two layers share them, or the layout does not hold matrices (in, out), or those that are not called
+    ``weight``."""
 
     def __str__(self) -> str:
         worst = max(self.errors, key=lambda name: self.errors[name], default=None)
@@ -81,7 +82,7 @@ class Conversion:
         if self.left:
             lines.append(
                 f"{len(self.left)} matrices stay as they were, such as {self.left[0]}: readers of the layout "
-                f"{self.layout} split, join, transpose or share them, and take no codes meanwhile"
+                f"{self.layout} split, join, transpose or share them, or look for other names, and take no codes there"
             )
         return "\n".join(lines)
 
@@ -120,7 +121,8 @@ class _Casts:
             return self.unfit
         transposed = value.dim() == 2 and side is Orientation.COLUMNWISE and not layout.columnwise
         shared = not layout.shared and known.is_shared(name)
-        if transposed or shared or not layout.takes(known.loaded(name).operations, recipe.stored.format):
+        unnamed = value.dim() == 2 and name.rpartition(".")[2] != "weight" and not layout.any_name
+        if transposed or shared or unnamed or not layout.takes(known.loaded(name).operations, recipe.stored.format):
             return self.report.left
         return None
 

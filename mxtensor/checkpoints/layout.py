@@ -133,6 +133,8 @@ class Layout:
     """Whether it holds matrices (in, out), with blocks along their first dimension."""
     parameter_names: bool = False
     """Whether the reader of transformers looks for entries of the header by the names of its parameters."""
+    any_name: bool = False
+    """Whether it holds matrices of any name (``in_proj_weight``); the others hold those called ``weight``."""
     empty: bool = False
     """Whether it holds codes of tensors without values; the others hold these in high precision."""
     one_file: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..convert.weights import EXPERTS
+from ..convert.weights import ATTENTION, EXPERTS
 from ..numerics.formats import Orientation
 
 TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")
@@ -24,12 +24,13 @@ PARALLEL = ("input_linear", "output_linear")
 def matrix_orientation(name: str, shape: Sequence[int], config: Mapping[str, Any]) -> Orientation | None:
     """How a product contracts the tensor called ``name``; None: no product has it.
 
-    ``config``: the model's ``config.json``. Two dimensions: any ``weight`` (out, in). Three: stacked experts of
-    transformers, GGUF (``ffn_up_exps.weight``) and MLX (``experts.up_proj.weight``, ``switch_mlp.up_proj.weight``).
+    ``config``: the model's ``config.json``. Two dimensions: any ``weight`` (out, in), and the projections of
+    nn.MultiheadAttention. Three: stacked experts of transformers, GGUF (``ffn_up_exps.weight``) and MLX
+    (``experts.up_proj.weight``, ``switch_mlp.up_proj.weight``).
     """
     module, _, leaf = name.rpartition(".")
     if len(shape) == 2:
-        return Orientation.ROWWISE if leaf == "weight" else None
+        return Orientation.ROWWISE if leaf in ("weight", *ATTENTION) else None
     if len(shape) != 3:
         return None
     parent, _, last = module.rpartition(".")

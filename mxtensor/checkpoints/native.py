@@ -143,5 +143,6 @@ NATIVE = Layout(
     one_file=True,
     operations=(*MERGES, *SPLITS),
     columnwise=True,
+    any_name=True,
     formats="all, in every orientation",
 )

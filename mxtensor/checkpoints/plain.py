@@ -32,6 +32,7 @@ PLAIN = Layout(
     one_file=True,
     embeddings=True,
     columnwise=True,
+    any_name=True,
     formats="none: values are dequantized",
     exact="the decoded values, rounded to the dtype of the tensor",
 )

@@ -36,6 +36,11 @@ def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
 
+def _holder(name: str) -> str:
+    """The module that has a parameter, whatever the parameter is called."""
+    return name.rpartition(".")[0]
+
+
 def with_parameters(model: nn.Module | None) -> list[str]:
     """The names of modules that have parameters of their own."""
     return [] if model is None else [name for name, module in model.named_modules() if module._parameters]
@@ -114,7 +119,7 @@ class Recipes:
         names, key, default = self._every(name), None, self._recipes.get(DEFAULT)
         skipped = self.skips((name,))
         if self._table is not None and not skipped:
-            keys = (self._table.key_of(_module(other), other) for other in names)
+            keys = (self._table.key_of(_holder(other), other) for other in names)
             key = next((found for found in keys if found is not None), None)
         if key is not None:
             return self._recipes[key], self._recipes[key] is None
@@ -125,7 +130,8 @@ class Recipes:
 
     def skips(self, names: Iterable[str]) -> bool:
         """Whether a tensor stays as it is because the caller has named its module."""
-        return any(is_skipped(_module(other), self._always) for name in names for other in self._every(name))
+        every = (other for name in names for other in self._every(name))
+        return any(is_skipped(module, self._always) for other in every for module in (_module(other), _holder(other)))
 
     def _every(self, name: str) -> tuple[str, ...]:
         """The names of a tensor: in the files, and of the parameters that transformers makes of it."""
@@ -138,7 +144,7 @@ class Recipes:
         and nothing else is to be quantized.
         """
         parameters = dict.fromkeys(other for name in names for other in self._every(name))
-        modules = [*map(_module, parameters)]
+        modules = list(dict.fromkeys(module for name in parameters for module in (_module(name), _holder(name))))
         warn_of_unmatched_skip("convert", self._always, [*modules, *with_parameters(self._known.model)])
         if self._table is None:
             return

@@ -66,6 +66,8 @@ def _is_conv1d(module: nn.Module) -> bool:
     return weight is not None and weight.dim() == 2 and any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
+ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Projections of nn.MultiheadAttention that are parameters of its own."""
 EXPERTS = (
     ("gate_up_proj", "down_proj"), ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"),
     ("w1", "w3", "w2"), ("w1_EFD", "w3_EFD", "w2_EDF"),
@@ -101,7 +103,7 @@ def _are_parallel_experts(module: nn.Module) -> bool:
 
 KINDS = (
     Kind(_is(nn.Linear), ("weight",)),
-    Kind(_is(nn.MultiheadAttention), ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")),
+    Kind(_is(nn.MultiheadAttention), ATTENTION),
     Kind(_is(nn.Embedding), ("weight",), trains=False, multiplies=False),
     Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
     *(Kind(_are_experts(names, transposed=False), names) for names in EXPERTS),

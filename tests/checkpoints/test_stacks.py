@@ -19,6 +19,7 @@ OSS = {"model_type": "gpt_oss"}
         ("weight", (4, 4), {}, ROWS),
         ("layers.0.q_proj.bias", (4,), {}, None),
         ("scores", (4, 4), {}, None),
+        ("attention.in_proj_weight", (12, 4), {}, ROWS),
         ("layers.0.mlp.experts.gate_up_proj", (2, 4, 4), {"model_type": "qwen3_moe"}, ROWS),
         ("layers.0.mlp.experts.gate_up_proj", (2, 4, 4), OSS, COLUMNS),
         ("layers.0.mlp.experts.down_proj", (2, 4, 4), {"text_config": {"model_type": "llama4_text"}}, COLUMNS),

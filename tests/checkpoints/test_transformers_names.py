@@ -158,6 +158,21 @@ def test_convert_quantizes_what_quantize_does(name, tmp_path):
     assert converts == quantized(mx.quantize_(model, MX).state_dict()) - shared and not report.left
 
 
+@pytest.mark.parametrize(
+    ("name", "module"), [("siglip", "head.attention"), ("llama4", "model.layers.0.feed_forward.experts")]
+)
+def test_skip_and_keys_name_modules_whose_parameters_have_other_names(name, module, tmp_path):
+    """``in_proj_weight`` and stacks of experts, as in ``quantize_``."""
+    model, _, report = converted(name, tmp_path, "native", MX, skip=[module.rpartition(".")[2]])
+    assert report.errors and not any(name.rpartition(".")[0].endswith(module) for name in report.errors)
+    keys = [fqn for fqn, _ in model.named_modules() if fqn.endswith(module)]
+    plan, folder = mx.FqnToConfig({keys[0]: MX}), tmp_path / "plan"
+    report = mx.checkpoints.convert(tmp_path / "plain", folder, format=plan, progress=False)
+    wanted = quantized(mx.quantize_(model, plan).state_dict())
+    loaded = loaded_by(model, report.errors)
+    assert {parameter for name in report.errors for parameter in loaded[name].parameters} == wanted
+
+
 def test_codes_for_a_transposed_matrix_belong_to_its_columns(tmp_path):
     model, out, _ = converted("gpt2", tmp_path, "native", MX)
     wanted = mx.quantize_(model, MX).state_dict()
@@ -176,6 +191,8 @@ def test_codes_for_a_transposed_matrix_belong_to_its_columns(tmp_path):
         ("nomic_bert", "compressed-tensors", ROW, 0),
         ("qwen3_vl_moe", "native", MX, 2),  # its stacks are transposed
         ("zamba2", "compressed-tensors", ROW, 10),  # two layers share them
+        ("siglip", "compressed-tensors", ROW, 1),  # its ``in_proj_weight`` has no codes there
+        ("siglip", "torchao", ROW, 1),
     ],
 )
 def test_matrices_that_readers_would_take_apart_stay_and_are_reported(name, layout, format, left, tmp_path):

@@ -119,11 +119,15 @@ def _zamba2():
     return tf.Zamba2ForCausalLM(tf.Zamba2Config(**{**TEXT, **own}))
 
 
+def _siglip():
+    return tf.SiglipVisionModel(tf.SiglipVisionConfig(**VISION))
+
+
 MODELS = {
     "llava": _llava, "qwen2_vl": _qwen2_vl, "phimoe": _phimoe, "neox": _neox, "vit": _vit, "swin": _swin,
     "dinov2": _dinov2, "nomic_bert": _nomic_bert, "gte": _gte, "granite_moe": _granite_moe,
     "qwen3_vl_moe": _qwen3_vl_moe, "rwkv": _rwkv, "gpt2": _gpt2, "llama4": _llama4, "bark": _bark, "mamba2": _mamba2,
-    "zamba2": _zamba2,
+    "zamba2": _zamba2, "siglip": _siglip,
 }  # fmt: skip
 
 
