@@ -50,8 +50,9 @@ def plan(
     error of the model. Weights are rounded to nearest.
 
     The model runs block by block. Memory holds the inputs of all blocks for all data (only of one for ``"layer"``), and
-    one block's weights in every format. The errors of weights that do not belong to a linear layer, or that get no
-    input after the first block begins, are estimated from the errors of their values. The model is not changed.
+    one block's weights in every format. The errors of weights that do not belong to a linear layer, get no input after
+    the first block begins, or get no gradient (before the codes of a codec), are estimated from the errors of their
+    values. The model is not changed.
 
     Source of the measure: Fisher information, as in Kim et al., "SqueezeLLM", 2023. Raises what ``quantize_`` raises;
     ValueError for a budget below that of the smallest format, for formats that train, for empty data, and for weights

@@ -140,7 +140,8 @@ class Sensitivity:
         return self._sums.result(len(states))
 
     def of_model(self, measure: str, generator: torch.Generator) -> dict[nn.Module, dict[str, float]]:
-        """Measures ``"kl"`` and ``"squared"``: the error of the model's output. Layers before the blocks have none."""
+        """Measures ``"kl"`` and ``"squared"``: the error of the model's output. Layers before the blocks have none, and
+        so have those that no gradient reaches."""
         stream, probe_of = self._stream, PROBES[measure]
         saved: list[list[Any]] = [list(stream.states)]
         if len(stream) == 1:  # the model itself
@@ -163,6 +164,8 @@ class Sensitivity:
         for index in with_progress(range(len(stream) - 1, -1, -1), "measuring", "block"):
             tried = self._tried(self._inside[index])
             for batch, state in enumerate(saved.pop()):
+                if gradients[batch] is None:  # what follows rounds to integers, as codecs do, or reads other outputs
+                    continue
                 leaf = state.detach()
                 if index and leaf.is_floating_point():
                     leaf.requires_grad_()

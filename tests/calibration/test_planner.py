@@ -153,6 +153,23 @@ def test_attention_and_experts_are_estimated():
     assert isinstance(m[0].self_attn.in_proj_weight, mx.MXTensor)
 
 
+def test_blocks_that_no_gradient_reaches_are_estimated():
+    """A codec rounds what its blocks return (Mimi); others read what earlier blocks returned (Mask2Former)."""
+
+    class Codec(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.decoder = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 9)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return self.decoder(x.argmax(-1, keepdim=True).expand(x.shape).float())
+
+    plan = mx.plan(Codec(), [torch.randn(4, 32)], 5, FORMATS)
+    assert [weight.estimated for weight in plan.weights.values()] == [True, True, True, False]
+
+
 def test_a_loss_before_the_logits_is_passed_over():
     class WithLoss(nn.Sequential):
         def forward(self, x):
