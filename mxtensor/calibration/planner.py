@@ -51,7 +51,7 @@ def plan(
 
     The model runs block by block. Memory holds the inputs of all blocks for all data (only of one for ``"layer"``), and
     one block's weights in every format. The errors of weights that do not belong to a linear layer, get no input after
-    the first block begins, or get no gradient (before the codes of a codec), are estimated from the errors of their
+    the first block begins, or get no gradient (before a step that rounds), are estimated from the errors of their
     values. The model is not changed.
 
     Source of the measure: Fisher information, as in Kim et al., "SqueezeLLM", 2023. Raises what ``quantize_`` raises;

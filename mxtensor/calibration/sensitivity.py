@@ -164,7 +164,7 @@ class Sensitivity:
         for index in with_progress(range(len(stream) - 1, -1, -1), "measuring", "block"):
             tried = self._tried(self._inside[index])
             for batch, state in enumerate(saved.pop()):
-                if gradients[batch] is None:  # what follows rounds to integers, as codecs do, or reads other outputs
+                if gradients[batch] is None:  # what follows rounds to integers, or reads other outputs
                     continue
                 leaf = state.detach()
                 if index and leaf.is_floating_point():

@@ -15,7 +15,7 @@ from ..convert.weights import (
     names_of_weights,
     unknown_experts,
     weights_to_quantize,
-    without_tied,
+    without_heads,
 )
 from ..numerics.formats import Orientation
 from .transformers_names import Loaded, loaded_by, model_of, tied_keys, tied_to_embeddings
@@ -48,7 +48,7 @@ class Known:
         """Parameter -> its kind, of those that ``quantize_`` converts."""
         if self.model is None:
             return {}
-        found = without_tied(self.model, weights_to_quantize(self.model, _accepts))
+        found = without_heads(self.model, weights_to_quantize(self.model, _accepts))
         return {weight.fqn: weight.kind for weight in found if weight.fqn not in self._tied}
 
     @cached_property

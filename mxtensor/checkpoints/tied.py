@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..convert.heads import HEAD_NAMES
+from ..convert.heads import HEAD_NAMES, heads
 from .known import Known
 from .recipes import is_skipped
 from .transformers_names import tied_keys
@@ -52,8 +52,11 @@ def head_modules(known: Known, names: Collection[str], config: Mapping[str, Any]
     modules = {name: name.removesuffix(".weight") for name in names if name.endswith(".weight")}
     found = {module for module in modules.values() if module == GGUF_HEAD or is_skipped(module, USUAL_HEADS)}
     if known.model is not None:
-        tied = {tied_keys(known.model)[name] for name in tied_layers(known.model, ())}
-        return found | {m for name, m in modules.items() if not tied.isdisjoint((name, *known.loaded(name).parameters))}
+        every = {f"{fqn}.weight" for fqn in heads(known.model)}
+        every |= {tied_keys(known.model)[name] for name in tied_layers(known.model, ())}
+        return found | {
+            m for name, m in modules.items() if not every.isdisjoint((name, *known.loaded(name).parameters))
+        }
     if not found and config.get("tie_word_embeddings", True):
         return {module for module in modules.values() if is_skipped(module, LOOKUPS)}
     return found

@@ -10,7 +10,7 @@ from torch import nn
 from ..recipe.linear_recipe import LinearRecipe
 from .configs import by_name, recipe_of
 from .fqn_config import DEFAULT, FqnToConfig
-from .weights import FilterFn, Weight, default_filter, names_of_weights, weights_to_quantize, without_tied
+from .weights import FilterFn, Weight, default_filter, names_of_weights, weights_to_quantize, without_heads
 
 
 def choose(
@@ -40,7 +40,7 @@ def choose(
 
     found = [(weight, table.key_of(weight.module_name, weight.fqn)) for weight in weights_to_quantize(model, wanted)]
     rest = [weight for weight, key in found if key is None and default_filter(weight.module, weight.module_name)]
-    default = {(id(weight.module), weight.name) for weight in without_tied(model, rest)}
+    default = {(id(weight.module), weight.name) for weight in without_heads(model, rest)}
     chosen: list[tuple[Weight, LinearRecipe]] = []
     for weight, key in found:
         of_default = general if (id(weight.module), weight.name) in default else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 HEAD_NAMES = ("lm_head",)
@@ -20,10 +22,25 @@ def lookups(model: nn.Module) -> set[int]:
 
 
 def heads(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every head by its fully qualified name: ``lm_head``, and linear layers that share a weight with an embedding."""
-    tied = lookups(model)
+    """Every head by its fully qualified name: ``lm_head``, linear layers that share a weight with an embedding, and
+    those that a model of transformers returns as its output embeddings."""
+    tied, named = lookups(model), set(_output_embeddings(model))
     return {
         fqn: module
         for fqn, module in model.named_modules()
-        if isinstance(module, nn.Linear) and (is_head(fqn) or id(module._parameters.get("weight")) in tied)
+        if isinstance(module, nn.Linear)
+        and (is_head(fqn) or module in named or id(module._parameters.get("weight")) in tied)
     }
+
+
+def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """What transformers' ``get_output_embeddings`` of the model, or of a model in it, returns: one module, or one for
+    each codebook. RWKV calls its head ``head``, GIT ``output``, MusicGen ``lm_heads``."""
+    for module in model.modules():
+        method = getattr(type(module), "get_output_embeddings", None)
+        try:
+            found = None if method is None else method(module)
+        except (AttributeError, NotImplementedError):  # it has none
+            continue
+        if isinstance(found, nn.Module):
+            yield from found if isinstance(found, nn.ModuleList) else (found,)

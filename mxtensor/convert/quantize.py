@@ -48,12 +48,12 @@ def quantize_(
     ``NVFP4DynamicActivationNVFP4WeightConfig`` with a ``step`` does the same for static scales of inputs.
 
     ``filter_fn(module, fqn) -> bool`` is called for every nn.Linear, nn.MultiheadAttention and nn.Embedding, and for
-    transformers' Conv1D and modules of stacked experts. The default skips embeddings, layers that share a weight with
-    one, ``lm_head`` and routers. ``include_head=True`` adds ``lm_head`` and linear layers that share a weight with an
-    embedding; that weight is quantized once, for the product and for the lookup. If modules share a weight and the
-    filter accepts one of them, the weight is quantized for all of them. Embeddings do not train quantized. Neither do
-    modules whose class name says that they are experts, but whose parameters are not recognized: a warning names them.
-    Returns ``model``.
+    transformers' Conv1D and modules of stacked experts. The default skips embeddings, routers (``router``, ``gate``)
+    and heads: ``lm_head``, layers that share a weight with an embedding, and what ``get_output_embeddings()`` of
+    transformers returns. ``include_head=True`` adds heads; a shared weight is quantized once, for the product and for
+    the lookup. If modules share a weight and the filter accepts one of them, the weight is quantized for all of them.
+    Embeddings do not train quantized. Neither do modules whose class name says that they are experts, but whose
+    parameters are not recognized: a warning names them. Returns ``model``.
 
     If heads and embeddings that the default filter skips are more than a tenth of the values, the logger ``mxtensor``
     warns with their names and the bits per value of the whole model. ``mx.model_size(model)`` shows the details.
@@ -88,7 +88,7 @@ def quantize_(
     if left_out or not changes:
         _warn(model, changes, left_out)
     if include_head and not heads(model):
-        why = "it has no lm_head, and no linear layer that shares a weight with an embedding"
+        why = "it has no lm_head, names no output embeddings, and no linear layer shares a weight with an embedding"
         warnings.warn(f"quantize_: include_head=True found no head in {type(model).__name__}: {why}", stacklevel=2)
     convert(model, changes)
     for weight in left_out:

@@ -216,9 +216,9 @@ def _check_parameter(weight: Any, fqn: str) -> None:
 def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None, include_head: bool = False) -> list[Weight]:
     """Every weight that ``filter_fn`` accepts; None: ``default_filter``, with ``include_head`` the heads too.
 
-    The default also skips layers whose weight is that of an embedding. Raises ValueError for a weight that is not a
-    parameter, is sharded or has no values yet, and for ``include_head`` with a filter; TypeError for a filter that
-    cannot be called.
+    The default also skips heads of other names, and layers whose weight is that of an embedding. Raises ValueError for
+    a weight that is not a parameter, is sharded or has no values yet, and for ``include_head`` with a filter; TypeError
+    for a filter that cannot be called.
     """
     _check_filter(filter_fn)
     check("quantize_", "include_head", include_head, FLAG)
@@ -231,10 +231,10 @@ def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None, include_he
         return list(_weights(model, filter_fn))
     if include_head:
         return list(_weights(model, _with_heads(model)))
-    return without_tied(model, list(_weights(model, default_filter)))
+    return without_heads(model, list(_weights(model, default_filter)))
 
 
-def without_tied(model: nn.Module, weights: list[Weight]) -> list[Weight]:
-    """``weights`` without those of embeddings, as the default filter leaves them."""
-    tied = lookups(model)
-    return [weight for weight in weights if id(weight.value) not in tied]
+def without_heads(model: nn.Module, weights: list[Weight]) -> list[Weight]:
+    """``weights`` without those of heads and embeddings, as the default filter leaves them."""
+    left = lookups(model) | {id(head._parameters.get("weight")) for head in heads(model).values()}
+    return [weight for weight in weights if id(weight.value) not in left]

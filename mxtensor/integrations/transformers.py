@@ -22,6 +22,7 @@ from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip, with_param
 from ..checkpoints.source import open_safetensors
 from ..checkpoints.transformers_names import loaded_by, tied_keys, tied_to_embeddings
 from ..convert.configs import recipe_of
+from ..convert.heads import heads
 from ..convert.weights import KINDS, Kind, default_filter
 from ..core.arguments import described
 from ..recipe.linear_recipe import LinearRecipe
@@ -74,7 +75,7 @@ class MXQuantizer(HfQuantizer):
         self.loaded: set[str] = set()
         self._in_files: set[str] = set()
         self._stored: dict[str, str] = {}
-        self._tied: set[str] = set()
+        self._left: set[str] = set()
         self._transforms: list[Any] = []
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -100,7 +101,8 @@ class MXQuantizer(HfQuantizer):
                     self._in_files |= set(handle.keys())
         if not self.pre_quantized:
             warn_of_unmatched_skip("TransformersConfig", self.quantization_config.skip, with_parameters(model))
-        _, self._tied = tied_to_embeddings(model)
+        _, self._left = tied_to_embeddings(model)
+        self._left |= {f"{fqn}.weight" for fqn in heads(model)}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -153,7 +155,7 @@ class MXQuantizer(HfQuantizer):
         module, leaf, path = place(model, name)
         kind = next((kind for kind in KINDS if leaf in kind.names and kind.matches(module)), None)
         skipped = not default_filter(module, path) or is_skipped(path, self.quantization_config.skip)
-        return None if kind is None or skipped or name in self._tied else kind
+        return None if kind is None or skipped or name in self._left else kind
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a parameter is quantized, or another one of those that one tensor is split into."""

@@ -154,9 +154,9 @@ def test_attention_and_experts_are_estimated():
 
 
 def test_blocks_that_no_gradient_reaches_are_estimated():
-    """A codec rounds what its blocks return (Mimi); others read what earlier blocks returned (Mask2Former)."""
+    """Mimi rounds what its blocks return; others read what earlier blocks returned (Mask2Former)."""
 
-    class Codec(nn.Module):
+    class Rounds(nn.Module):
         def __init__(self):
             super().__init__()
             self.layers, self.decoder = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 9)
@@ -166,7 +166,7 @@ def test_blocks_that_no_gradient_reaches_are_estimated():
                 x = layer(x)
             return self.decoder(x.argmax(-1, keepdim=True).expand(x.shape).float())
 
-    plan = mx.plan(Codec(), [torch.randn(4, 32)], 5, FORMATS)
+    plan = mx.plan(Rounds(), [torch.randn(4, 32)], 5, FORMATS)
     assert [weight.estimated for weight in plan.weights.values()] == [True, True, True, False]
 
 

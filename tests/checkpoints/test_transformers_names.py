@@ -158,6 +158,14 @@ def test_convert_quantizes_what_quantize_does(name, tmp_path):
     assert converts == quantized(mx.quantize_(model, MX).state_dict()) - shared and not report.left
 
 
+@pytest.mark.parametrize("include_head", [False, True])
+def test_a_head_that_the_model_names_is_left_or_included(include_head, tmp_path):
+    """RWKV calls it ``head``."""
+    model, _, report = converted("rwkv", tmp_path, "native", MX, include_head=include_head)
+    assert ("head.weight" in report.errors) == include_head
+    assert set(report.errors) == quantized(mx.quantize_(model, MX, include_head=include_head).state_dict())
+
+
 @pytest.mark.parametrize(
     ("name", "module"), [("siglip", "head.attention"), ("llama4", "model.layers.0.feed_forward.experts")]
 )

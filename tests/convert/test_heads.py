@@ -89,6 +89,35 @@ def test_for_training_the_head_learns_and_stays_shared():
     assert model.words.weight.grad is not None and model.words.weight.grad.abs().sum() > 0
 
 
+class Codebooks(nn.Module):
+    """A part of a model, with a head for each codebook, as transformers' models name them."""
+
+    def __init__(self, one):
+        super().__init__()
+        self.words, self.layer = nn.Embedding(300, 64), nn.Linear(64, 64)
+        self.output = nn.Linear(64, 300) if one else nn.ModuleList(nn.Linear(64, 300) for _ in range(2))
+
+    def get_output_embeddings(self):
+        return self.output
+
+
+class Without(nn.Module):
+    def get_output_embeddings(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_output_embeddings_of_a_part_are_heads(one):
+    model = nn.Sequential(nn.Linear(64, 64), Codebooks(one), Without())
+    default = mx.quantize_(copy.deepcopy(model), "mxfp8")
+    assert isinstance(default[1].layer.weight, mx.MXTensor)
+    assert not any(isinstance(p, mx.MXTensor) for p in default[1].output.parameters())
+    assert mx.model_size(default).groups[1].use == "head"
+    every = mx.quantize_(model, "mxfp8", include_head=True)
+    assert all(isinstance(p, mx.MXTensor) for p in every[1].output.parameters() if p.dim() == 2)
+    assert not isinstance(every[1].words.weight, mx.MXTensor)
+
+
 def test_a_model_without_a_head_is_named():
     with pytest.warns(UserWarning, match="include_head=True found no head in Sequential: it has no lm_head"):
         mx.quantize_(nn.Sequential(nn.Linear(64, 64)), "mxfp8", include_head=True)
