@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightRenaming
@@ -30,6 +32,17 @@ def place(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     """The module of a parameter, the parameter's name in it, and the module's name."""
     path, _, leaf = name.rpartition(".")
     return (model.get_submodule(path) if path else model), leaf, path
+
+
+def dtype_of(model: nn.Module, name: str) -> torch.dtype:
+    """The dtype in which transformers loads a parameter: its own, or float32 where the model asks for it.
+
+    The output layers of T5's MLPs (``wo``) overflow in float16. Weights that a quantizer makes are not cast to it.
+    """
+    module, leaf, _ = place(model, name)
+    own: torch.dtype = getattr(module, leaf).dtype
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(own)  # type: ignore[operator,unused-ignore]
+    return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), name)), own)
 
 
 def has(model: nn.Module, name: str) -> bool:
@@ -57,8 +70,8 @@ class Quantize(ConversionOps):
         return {name: self._quantized(kwargs["model"], name, v) for name, v in zip(names, values, strict=True)}
 
     def _quantized(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
-        module, leaf, _ = place(model, name)
-        kind, value = self.hf_quantizer.kind_of(model, name), value.to(getattr(module, leaf).dtype)
+        module, _, _ = place(model, name)
+        kind, value = self.hf_quantizer.kind_of(model, name), value.to(dtype_of(model, name))
         if kind is None:
             return value
         recipe = inference_recipe([module], self.hf_quantizer.quantization_config.recipe)
@@ -92,9 +105,8 @@ class Deserialize(ConversionOps):
         self.hf_quantizer.loaded.add(stored)
         entry = native.entry_of(stored, self.hf_quantizer.metadata[native.PREFIX + stored])
         tensors = [_ending(found, source.removeprefix(stored), name) for source in entry.sources]
-        module, leaf, _ = place(model, name)
-        _prepare(module)
-        value = entry.build(*tensors).to(getattr(module, leaf).dtype)
+        _prepare(place(model, name)[0])
+        value = entry.build(*tensors).to(dtype_of(model, name))
         return {name: nn.Parameter(value, requires_grad=False)}
 
     @property

@@ -14,6 +14,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    T5Config,
+    T5EncoderModel,
 )
 
 import mxtensor as mx
@@ -194,3 +196,20 @@ def test_experts_of_gpt_oss_go_both_ways(tmp_path):
     with torch.no_grad():
         assert torch.equal(codes(IDS).logits, AutoModelForCausalLM.from_pretrained(tmp_path / "b")(IDS).logits)
         torch.testing.assert_close(codes(IDS).logits, loaded(IDS).logits, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_that_transformers_keeps_in_float32_have_that_dtype(dtype, tmp_path):
+    """The output layers of T5's MLPs, which overflow in float16."""
+    sizes = {"vocab_size": 96, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
+    T5EncoderModel(T5Config(**sizes)).save_pretrained(tmp_path / "model")
+    wanted = mx.quantize_(T5EncoderModel.from_pretrained(tmp_path / "model", dtype=dtype), "mxfp8")
+    config = mx.TransformersConfig("mxfp8")
+    found = T5EncoderModel.from_pretrained(tmp_path / "model", quantization_config=config, dtype=dtype)
+    found.save_pretrained(tmp_path / "saved")
+    for model in (found, T5EncoderModel.from_pretrained(tmp_path / "saved", dtype=dtype)):
+        assert quantized(model) == quantized(wanted) != {}
+        for name, parameter in wanted.named_parameters():
+            kept = torch.float32 if ".wo." in name and dtype == torch.float16 else dtype
+            assert model.get_parameter(name).dtype == parameter.dtype == kept
+            assert torch.equal(model.get_parameter(name) + 0, parameter + 0)
