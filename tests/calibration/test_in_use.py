@@ -289,3 +289,13 @@ def test_plan_of_a_model_that_is_called_row_by_row(measure):
     found = mx.plan(m, [x], 6, measure=measure).weights["layer.weight"]
     expected = mx.plan(m.layer, [x], 6, measure=measure).weights["weight"]
     assert not found.estimated and found.errors == pytest.approx(expected.errors, rel=0.6)
+
+
+def test_a_list_may_have_places_without_a_module():
+    """Informer has a list of convolutions, with None after the last layer."""
+    m, data = model(), batches()
+    wanted = mx.calibrate(copy.deepcopy(m), data, "mxfp4-weight-only")
+    m.between = nn.ModuleList([nn.Identity(), nn.Identity()])
+    m.between._modules["1"] = None
+    found = mx.calibrate(m, data, "mxfp4-weight-only")
+    assert torch.equal(found(data[0]), wanted(data[0])) and isinstance(found.layers[0].up.weight, mx.MXTensor)
