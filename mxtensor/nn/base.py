@@ -21,6 +21,7 @@ from ..training.autocast import autocast_state
 from ..training.interception import check_recipe
 from ..training.linear import linear
 from ..training.local import is_sharded
+from ..training.observe import SHARDS
 from ..training.operands import Scales
 from ..training.passes import Options
 from .module_state import StatefulModule
@@ -222,8 +223,13 @@ def _update_eagerly(module: QuantizedModule, *arguments: Any) -> None:
 
 
 def joined(shards: WeightShards) -> Tensor:
-    """The weight that consists of ``shards``."""
-    return shards[0] if len(shards) == 1 else torch.cat(list(shards))
+    """The weight that consists of ``shards``; one of several knows them (``SHARDS``)."""
+    if len(shards) == 1:
+        return shards[0]
+    whole = torch.cat(list(shards))
+    if not torch.compiler.is_dynamo_compiling():
+        setattr(whole, SHARDS, tuple(shards))
+    return whole
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

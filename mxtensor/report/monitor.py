@@ -17,7 +17,7 @@ from ..core.shapes import as_matrix
 from ..core.text_table import text_table
 from ..tensor.mxtensor import MXTensor
 from ..training.local import local_of
-from ..training.observe import LayerCall, add, remove
+from ..training.observe import SHARDS, LayerCall, add, remove
 from ..training.operands import GRAD, INPUT, WEIGHT
 from ..training.stack_operands import has_own_scales
 from ..training.training_weight import values_of
@@ -85,6 +85,9 @@ class Monitor:
     def __init__(self, model: nn.Module, every: int) -> None:
         self._model, self._every, self._step = model, every, 0
         self._names: dict[int, str] = {}
+        """Identity of a parameter, or of the part of it that this rank has -> its name."""
+        self._local: dict[int, str] = {}
+        """Address of the part of a DTensor -> its name: a layer gets another tensor over the same memory."""
         self._done: deque[_Measurement] = deque(maxlen=MEASUREMENTS)
         self._now: _Measurement | None = _Measurement(0)
         self._written = -1
@@ -115,16 +118,31 @@ class Monitor:
         self._step += 1
         if self._reference is not None and self._step % self._every == 0:
             self._now = _Measurement(self._step)
-            self._names = {}  # FSDP2 makes parameters anew
+            self._names, self._local = {}, {}  # FSDP2 makes parameters anew
 
     # ------------------------------------------------------------------------------------------ a call of a layer
 
     def _name(self, weight: Tensor) -> str | None:
-        """The name of the parameter that a weight is, or is a view of; None if it is of another model."""
+        """The name of a weight; None if it is of another model. The names of several parameters are joined."""
+        found = [self._name_of(part) for part in getattr(weight, SHARDS, (weight,))]
+        names = [name for name in found if name is not None]
+        if len(names) < len(found):
+            return None
+        module = names[0].rpartition(".")[0]
+        return "+".join([names[0], *(name.removeprefix(f"{module}.") for name in names[1:])])
+
+    def _find_names(self) -> None:
+        parameters = [(fqn, p, local_of(p)) for fqn, p in self._model.named_parameters()]
+        self._names = {id(each): fqn for fqn, *both in parameters for each in both}
+        self._local = {values_of(part).data_ptr(): fqn for fqn, p, part in parameters if part is not p and part.numel()}
+
+    def _name_of(self, weight: Tensor) -> str | None:
+        """The name of the parameter that a weight is, or is a view or a part of; None if it is of another model."""
         base = weight if weight._base is None else weight._base
-        if id(base) not in self._names:
-            self._names = {id(each): fqn for fqn, p in self._model.named_parameters() for each in (p, local_of(p))}
-        name = self._names.get(id(base))
+        address = values_of(base).data_ptr()
+        if id(base) not in self._names and address not in self._local:
+            self._find_names()
+        name = self._names.get(id(base)) or self._local.get(address)
         if name is None or base.numel() == weight.numel():
             return name
         return f"{name}[{(weight.storage_offset() - base.storage_offset()) // weight.numel()}]"
@@ -234,10 +252,11 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
 
     Call ``step()`` of the result after each step of the optimizer; then ``rows()``, ``print``, ``to_tensorboard`` and
     ``plot`` show fractions of saturated and underflowed values and the SQNR in dB, for each layer, operand and copy.
-    Measures every linear layer that trains quantized, by ``quantize_``, ``autocast`` or ``mx.nn``, in eager code;
-    layers in a compiled graph are not measured. A measured step casts each operand once more and needs memory for three
-    float32 copies of the largest one. Results, gradients and random numbers of the training do not change, and nothing
-    synchronizes with the device until a result is read. Rows are those of this rank.
+    Measures every linear layer that trains quantized, by ``quantize_``, ``autocast`` or ``mx.nn``, in eager code. Not
+    measured are layers in a compiled graph, weights that are computed in each step, and layers of tensor parallelism
+    whose ranks share a scale (NVFP4, float8 per tensor). A measured step casts each operand once more and needs memory
+    for three float32 copies of the largest one. Results, gradients and random numbers of the training do not change,
+    and nothing synchronizes with the device until a result is read. Rows are those of this rank.
 
     Ends with ``close()``, at the end of a ``with`` block, or when the monitor is no longer referenced. Raises TypeError
     for an object that is not a module, ValueError for ``every`` below 1.

@@ -31,7 +31,8 @@ class MonitorRow:
     step: int
     """Counted by ``Monitor.step``, from 0."""
     fqn: str
-    """The name of the weight in ``named_parameters()``; a slice of a stack has its number in brackets."""
+    """The name of the weight in ``named_parameters()``; names of the parameters of one weight are joined by ``+``, and
+    a slice of a stack has its number in brackets."""
     operand: str
     """``input``, ``weight`` or ``grad``."""
     side: str

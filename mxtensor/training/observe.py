@@ -32,6 +32,8 @@ class Observer(Protocol):
         """See a call. Returns what sees the gradient of its result, or None."""
 
 
+SHARDS = "_mx_shards"
+"""The attribute of a weight whose rows are several parameters: these, in order."""
 OBSERVERS: list[weakref.ref[Observer]] = []
 
 
