@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import COUNT, POSITIVE, SHARE, Kind, check, checked, described, instance, is_dense_float, optional
-from .arguments import check_heads, one_of
+from .arguments import check_heads, one_of, refuse_others
 from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Window
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
@@ -88,9 +88,11 @@ class MultiheadAttention(nn.Module):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__()
         title = name or type(self).__name__
+        refuse_others(title, others, ("seq_length", "micro_batch_size"))
         groups = check_heads(title, num_attention_heads, num_gqa_groups)
         split = Parallel(title, tp_group, tp_size, "column" if set_parallel_mode else None, sequence_parallel)
         self.num_gqa_groups = split.part("num_gqa_groups", groups, "column")
@@ -188,6 +190,7 @@ class MultiheadAttention(nn.Module):
         *,
         checkpoint_core_attention: bool = False,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        **others: Any,
     ) -> Any:
         """The output. With ``return_bias`` or ``return_layernorm_output`` a tuple: output, bias, result of the norm.
 
@@ -195,6 +198,7 @@ class MultiheadAttention(nn.Module):
         keys, or a pair with one tensor of angles for each. Raises ValueError for cross-attention without
         ``encoder_output`` and for self-attention with one.
         """
+        refuse_others("MultiheadAttention", others)
         check("MultiheadAttention", "hidden_states", hidden_states, SEQUENCE)
         check("MultiheadAttention", "encoder_output", encoder_output, optional(SEQUENCE))
         if (encoder_output is None) is (self.attention_type == "cross"):

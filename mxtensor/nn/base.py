@@ -205,6 +205,10 @@ class QuantizedModule(StatefulModule):
         options = Options(linear_recipe, dtype, self.save_original_input, hook)
         return options, scales, state.operands(weight, shards, linear_recipe, scales, first)
 
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for ``backward_dw()``."""
+        return self.delay_wgrad_compute
+
     def backward_dw(self) -> None:
         """With ``delay_wgrad_compute``: compute and accumulate the weight gradients that backward passes left out."""
         for state in self._products:

@@ -33,7 +33,7 @@ from ..core.arguments import (
     optional,
 )
 from ..core.compat import disable_torch_function
-from .arguments import check_heads, one_of
+from .arguments import check_heads, one_of, refuse_others
 from .te_extra_state import drops_extra_state
 from .tensor_parallel import Parallel, tracker_of
 
@@ -136,9 +136,11 @@ class DotProductAttention(nn.Module):
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        refuse_others(name, others, ("name",))
         split = Parallel(name, tp_group, tp_size, "column", sequence_parallel)
         groups = check_heads(name, num_attention_heads, num_gqa_groups)
         check(name, "kv_channels", kv_channels, CHANNELS)
@@ -173,6 +175,7 @@ class DotProductAttention(nn.Module):
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
         checkpoint_core_attention: bool = False,
+        **others: Any,
     ) -> Tensor:
         """(s, b, h * d of values), for ``bshd`` (b, s, ...).
 
@@ -183,6 +186,7 @@ class DotProductAttention(nn.Module):
         do not fit, TypeError for masks that are not bool.
         """
         name = type(self).__name__
+        refuse_others(name, others)
         form = one_of(f"{name}: qkv_format", self.qkv_format if qkv_format is None else qkv_format, FORMATS)
         check(name, "attention_mask", attention_mask, MASK)
         mask_type = one_of(

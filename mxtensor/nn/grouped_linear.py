@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.arguments import COUNT, DEVICE, SIZE, checked, optional
 from ..training.grouped import Splits, groups_of, row_counts, stacked
+from .arguments import refuse_others
 from .base import QuantizedModule, cast_bias
 from .tensor_parallel import Init, Parallel, tracker_of
 
@@ -51,7 +52,9 @@ class GroupedLinear(QuantizedModule):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str | None = None,
+        **others: Any,
     ) -> None:
+        refuse_others(name or "GroupedLinear", others)
         super().__init__(
             name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -73,7 +76,7 @@ class GroupedLinear(QuantizedModule):
             self.add_linear("", shape, init_method, bias, device, params_dtype, self.parallel, (), tracker, f"{i}")
 
     def forward(
-        self, inp: Tensor, m_splits: Splits, is_first_microbatch: bool | None = None
+        self, inp: Tensor, m_splits: Splits, is_first_microbatch: bool | None = None, **others: Any
     ) -> Tensor | tuple[Tensor, list[Tensor | None]]:
         """inp (..., in_features) -> y (..., out_features); with ``return_bias`` (y, biases).
 
@@ -82,6 +85,7 @@ class GroupedLinear(QuantizedModule):
         a group is 0 or 1, or exceeds a block for the first time. ``is_first_microbatch``: see ``Linear``. Raises
         ValueError and TypeError for m_splits that do not fit ``inp``, and what ``Linear`` raises, with nothing changed.
         """
+        refuse_others(self.label, others)
         groups = groups_of(inp, row_counts(m_splits, self.num_gemms, self.label), self.label)
         weights = [[getattr(self, f"weight{i}")] for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
+from .arguments import refuse_others
 from .linear import LinearBase, Split
 from .norm import NormBase, check_normalization
 from .tensor_parallel import Init, Parallel, tracker_of
@@ -48,7 +49,9 @@ class LayerNormLinear(NormBase, LinearBase):
         device: Any = None,
         delay_wgrad_compute: bool = False,
         name: str | None = None,
+        **others: Any,
     ) -> None:
+        refuse_others(name or "LayerNormLinear", others)
         check_normalization("LayerNormLinear", normalization)
         super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
@@ -60,12 +63,13 @@ class LayerNormLinear(NormBase, LinearBase):
             tracker_of(get_rng_state_tracker),
         )  # fmt: skip
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """inp (..., in_features) -> y (..., out_features).
 
         With ``return_bias`` or ``return_layernorm_output`` a tuple: y, the bias, the result of the norm.
         ``is_first_microbatch``: see :class:`Linear`.
         """
+        refuse_others(self.label, others)
         weights = self.weights()
         active = self.prepare(inp, weights)
         normed = self.norm(inp)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from ..core.arguments import DEVICE, POSITIVE, SIZE, checked, optional
 from .activations import activation_of
+from .arguments import refuse_others
 from .norm import NormBase, check_normalization
 from .product_state import WeightShards
 from .tensor_parallel import Init, Parallel, tracker_of
@@ -73,7 +74,9 @@ class LayerNormMLP(NormBase):
         name: str | None = None,
         *,
         checkpoint: bool = False,
+        **others: Any,
     ) -> None:
+        refuse_others(name or "LayerNormMLP", others)
         check_normalization("LayerNormMLP", normalization)
         function, gated = activation_of("LayerNormMLP", activation, activation_params)
         super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
@@ -92,12 +95,13 @@ class LayerNormMLP(NormBase):
         shape = hidden_size, ffn_hidden_size
         self.add_linear("fc2_", shape, output_layer_init_method, *common, self.fc2, (), tracker)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """inp (..., hidden_size) -> y of the same shape.
 
         With ``return_bias`` or ``return_layernorm_output`` a tuple: y, the bias, the result of the norm.
         ``is_first_microbatch``: see :class:`Linear`.
         """
+        refuse_others(self.label, others)
         if self.checkpoint and torch.is_grad_enabled():
             return recomputed(self._forward, inp, is_first_microbatch, use_reentrant=False)
         return self._forward(inp, is_first_microbatch)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.arguments import DEVICE, SIZE, Kind, check, checked, described, optional
 from ..tensor.mxtensor import MXTensor
+from .arguments import refuse_others
 from .base import Active, QuantizedModule, cast_bias
 from .product_state import WeightShards
 from .styles import split_by_style
@@ -147,7 +148,9 @@ class Linear(LinearBase):
         name: str | None = None,
         *,
         rng_tracker_name: str | None = None,
+        **others: Any,
     ) -> None:
+        refuse_others(name or "Linear", others)
         super().__init__(
             name,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -161,12 +164,15 @@ class Linear(LinearBase):
             tracker_of(get_rng_state_tracker, rng_tracker_name),
         )  # fmt: skip
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """inp (..., in_features) -> y (..., out_features); with ``return_bias`` (y, bias).
 
         ``is_first_microbatch``: True caches the quantized weight for later microbatches, False uses the cached one
         (unless the weight or the recipe has changed), None caches nothing.
         """
+        refuse_others(self.label, others)
         weights = self.weights()
         out = self.by_weight(inp, weights, self.prepare(inp, weights), is_first_microbatch)
         return (out, cast_bias(self.full_bias(), out)) if self.return_bias else out

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.arguments import COUNT, POSITIVE, SHARE, TEXT, check, checked, described, instance, optional
-from .arguments import one_of
+from .arguments import one_of, refuse_others
 from .attention import SEQUENCE, MultiheadAttention
 from .dot_product import MASK, WINDOW, PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
@@ -19,6 +19,8 @@ from .styles import refuse
 from .tensor_parallel import Init, set_group_of_modules
 
 LAYER_TYPES = ("encoder", "decoder")
+OF_TP_COMM_OVERLAP = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+"""Arguments without effect where ``ub_tp_comm_overlap`` is False, and True by default there."""
 LAYER = instance(
     (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
     "an nn.TransformerEncoderLayer or an nn.TransformerDecoderLayer",
@@ -95,9 +97,11 @@ class TransformerLayer(nn.Module):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__()
         title = name or type(self).__name__
+        refuse_others(title, others, OF_TP_COMM_OVERLAP)
         check(title, "enc_dec_window_size", enc_dec_window_size, WINDOW)
         one_of(f"{title}: layer_type", layer_type, LAYER_TYPES)
         post_norm = apply_residual_connection_post_layernorm
@@ -187,12 +191,14 @@ class TransformerLayer(nn.Module):
         *,
         checkpoint_core_attention: bool = False,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        **others: Any,
     ) -> Tensor:
         """Masks: see DotProductAttention; those that start with ``enc_dec`` are for ``inter_attention``.
 
         ``rotary_pos_emb`` rotates queries and keys of self-attention. Raises ValueError for a decoder without
         ``encoder_output`` and for an encoder with one.
         """
+        refuse_others("TransformerLayer", others)
         check("TransformerLayer", "hidden_states", hidden_states, SEQUENCE)
         check("TransformerLayer", "encoder_output", encoder_output, optional(SEQUENCE))
         if (encoder_output is None) is (self.layer_type == "decoder"):
