@@ -31,6 +31,18 @@ MODULE = {
     "parallel_cross_entropy": "torch.distributed.tensor.parallel.loss_parallel()",
     "prepare_for_saving": "tensor.components", "restore_from_saved": "mx.MXTensor.from_components",
     "InferenceParams": "mx.KVCache, in transformers",
+    "FP8GlobalStateManager": "mx.autocast(recipe=...)", "onnx_export": "torch.export.export",
+    "mark_not_offload": "torch.autograd.graph.save_on_cpu()",
+    "ManualOffloadSynchronizer": "torch.autograd.graph.save_on_cpu()",
+    "DelayedScalingRequest": "mx.recipe.DelayedScaling()", "QuantizerRequest": "mx.recipe.CustomRecipe(qfactory=...)",
+    "IdentityQuantizer": "None, in the qfactory of mx.recipe.CustomRecipe", "IdentityTensor": "a plain tensor",
+    "HybridQuantizedTensor": "mx.MXTensor", "restore_from_func_ctx": "mx.MXTensor.from_components",
+    "cast_master_weights_to_fp8": "weight.copy_(master), or mx.optim.FusedAdam(..., master_weights=True)",
+    "quantize_master_weights": "weight.copy_(master), or mx.optim.FusedAdam(..., master_weights=True)",
+    "fused_topk_with_score_function": "torch.softmax or torch.sigmoid, and torch.topk",
+    "fused_compute_score_for_moe_aux_loss": "torch.softmax or torch.sigmoid, and torch.topk",
+    "fused_moe_aux_loss": "the sum of (tokens of each expert) * (mean probability of each expert)",
+    "apply_fused_qkv_rotary_pos_emb": "mx.nn.apply_rotary_pos_emb",
     # torchao
     "ModuleFqnToConfig": "mx.FqnToConfig", "AOPerModuleConfig": "mx.FqnToConfig",
     "convert_to_float8_training": "mx.quantize_(model, mx.Float8LinearConfig())",
@@ -76,6 +88,9 @@ MODULE |= {
 NOT_NEEDED = {
     **dict.fromkeys(("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available"), _KERNELS),
     **dict.fromkeys(("is_nvfp4_available", "is_bf16_available"), _KERNELS),
+    **dict.fromkeys(
+        ("initialize_ub", "destroy_ub", "UserBufferQuantizationMode"), "collectives do not overlap by userbuffers"
+    ),
     "precompute_float8_dynamic_scale_for_fsdp": "FSDP2 gathers the codes of quantized weights by itself",
 }
 """Name in a module there -> why there is nothing to call here."""
@@ -105,11 +120,11 @@ def refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
 class Elsewhere:
     """A class attribute that raises AttributeError, which names ours. An instance may have its own attribute."""
 
-    def __init__(self, instead: str) -> None:
-        self.instead = instead
+    def __init__(self, instead: str, owner: str = "torchao") -> None:
+        self.instead, self.owner = instead, owner
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, instance: object, owner: type) -> None:
-        raise AttributeError(f"an MXTensor has no {self.name!r}, as torchao's tensors have; use {self.instead}")
+        raise AttributeError(f"an MXTensor has no {self.name!r}, as {self.owner}'s tensors have; use {self.instead}")

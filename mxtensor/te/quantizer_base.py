@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.arguments import (
     DEVICE,
     FLAG,
+    FLOAT_DTYPE,
     INTEGER,
     SHAPE,
     TENSOR,
@@ -85,6 +86,10 @@ class Quantizer:
     """The formats of this class."""
     device: torch.device | None = None
     """The default device of ``make_empty``."""
+    internal = False
+    """TransformerEngine's option, without effect: a result is always an MXTensor."""
+    optimize_for_gemm = False
+    """The same: scales are stored as products read them."""
 
     def __init__(self, cast: Cast, rowwise: bool, columnwise: bool, signs: int | None = None) -> None:
         name = type(self).__name__
@@ -107,8 +112,10 @@ class Quantizer:
     def __call__(self, x: Tensor) -> MXTensor:
         return self.quantize(x)
 
-    def quantize(self, x: Tensor, out: MXTensor | None = None) -> MXTensor:
+    def quantize(self, x: Tensor, out: MXTensor | None = None, *, dtype: torch.dtype | None = None) -> MXTensor:
         """``x`` (float32, bfloat16, float16 or float64) quantized. Given ``out``, writes to it, without a gradient.
+
+        ``dtype``: that of the result, whose codes and scales are the same; None takes that of ``x``.
 
         Raises TypeError for other dtypes, ValueError for a tensor without the dimensions that the copies need.
         """
@@ -116,13 +123,14 @@ class Quantizer:
             return self.update_quantized(x, out)
         if not isinstance(x, Tensor):
             check(type(self).__name__, "x", x, TENSOR)
-        if x.requires_grad and torch.is_grad_enabled():
-            return _StraightThrough.apply(x, self)  # type: ignore[no-any-return]
-        return self._made(x)
+        check(type(self).__name__, "dtype", dtype, optional(FLOAT_DTYPE))
+        made = _StraightThrough.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else self._made(x)
+        return made if dtype is None else made.to(dtype)
 
-    def update_quantized(self, src: Tensor, dst: MXTensor) -> MXTensor:
+    def update_quantized(self, src: Tensor, dst: MXTensor, *, noop_flag: Tensor | None = None) -> MXTensor:
         """Quantize ``src`` in place into every copy of ``dst``; returns ``dst``.
 
+        ``noop_flag``: one number; unless it is zero, nothing is written. A GPU is waited for.
         Raises TypeError if ``dst`` is not an MXTensor, ValueError if it has another format, shape or rotation.
         """
         check(type(self).__name__, "src", src, TENSOR)
@@ -133,6 +141,8 @@ class Quantizer:
                 f"cannot write {self.cast.format} values of shape {tuple(src.shape)} into {dst!r}; use make_empty"
                 f"({tuple(src.shape)}, dtype={dst.dtype})"
             )
+        if noop_flag is not None and bool(noop_flag.any()):
+            return dst
         rotated_copy = dst._rotated
         if (rotated_copy.signs if rotated_copy else self.signs) != self.signs or (
             self.signs is not None and dst._columnwise is not None
@@ -146,8 +156,9 @@ class Quantizer:
         return dst
 
     def make_empty(
-        self, shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, requires_grad: bool = False
-    ) -> MXTensor:
+        self, shape: Any, dtype: torch.dtype = torch.float32, device: Any = None, requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> MXTensor:  # fmt: skip
         """An uninitialized MXTensor with the copies that this quantizer makes, for ``update_quantized``.
 
         Raises TypeError for a dtype that cannot be quantized, ValueError for a shape without the needed dimensions.
@@ -157,7 +168,8 @@ class Quantizer:
             ("dtype", dtype, instance(torch.dtype, "a float dtype")),
             ("device", device, optional(DEVICE)),
         )
-        for name, value, kind in (*given, ("requires_grad", requires_grad, FLAG)):
+        flags = ("requires_grad", requires_grad, FLAG), ("pin_memory", pin_memory, FLAG)
+        for name, value, kind in (*given, *flags):
             check("make_empty", name, value, kind)
         x = torch.empty(tuple(shape), dtype=dtype, device="meta")
         empty = partial(Operand.empty, self.cast.format, device=device if device is not None else self.device)
@@ -167,6 +179,7 @@ class Quantizer:
         is_rotated = self.signs is not None and Orientation.COLUMNWISE in wanted
         rotated = Rotated(empty(rotated_shape(size)), self.signs) if is_rotated else None  # type: ignore[arg-type]
         out = _tensor(row, column, rotated, self.recipe, dtype, size)
+        out = out.pin_memory() if pin_memory else out
         return out.requires_grad_(bool(requires_grad))  # type: ignore[return-value]
 
     def _made(self, x: Tensor) -> MXTensor:

@@ -30,6 +30,15 @@ from .quantizer_base import FP8, DType, Quantizer
 # ---------------------------------------------------------------------------------------------- stateless ones
 
 
+def _check_no_reduction(name: str, with_amax_reduction: bool) -> None:
+    """Raise NotImplementedError for TransformerEngine's option to share the amax with other ranks."""
+    if with_amax_reduction:
+        raise NotImplementedError(
+            f"{name}: with_amax_reduction=True is not available: the amax is that of this tensor; use tp_group of a "
+            "module of mx.nn, or a style of mx.parallel, whose ranks share scales"
+        )
+
+
 class MXQuantizer(Quantizer):
     """Any format of this package: ``MXQuantizer("mxfp6_e2m3")``. Arguments as in :func:`mxtensor.quantize`."""
 
@@ -80,7 +89,8 @@ class NVFP4Quantizer(Quantizer):
     ``with_2d_quantization``: a 16x16 tile shares a scale. ``stochastic_rounding``: for gradients.
     ``nvfp4_use_4over6``: the amax of each block becomes 6 or 4, by the smaller error, ``nvfp4_4over6_err_mode`` MAE or
     MSE; ``nvfp4_e4m3_max``, 448 or 256, is then the largest block scale for 6. ``row_scaled_nvfp4``: each row has a
-    global scale, for a ``CustomRecipe(qfactory=...)``; such a quantizer makes no tensors.
+    global scale, for a ``CustomRecipe(qfactory=...)``; such a quantizer makes no tensors. ``with_post_rht_amax`` has no
+    effect: the amax of the rotated copy is always that of the rotated values.
     """
 
     formats = tuple(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16)))
@@ -102,7 +112,11 @@ class NVFP4Quantizer(Quantizer):
         nvfp4_4over6_err_mode: str = "MAE",
         with_random_sign_mask: bool = True,
         signs: int = RANDOM_SIGNS,
+        with_post_rht_amax: bool | None = None,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
     ) -> None:
+        _check_no_reduction("NVFP4Quantizer", with_amax_reduction)
         DType.of(fp4_dtype, (DType.kFloat4E2M1,))
         if with_rht and with_2d_quantization:
             raise ValueError(
@@ -160,7 +174,16 @@ class Float8CurrentScalingQuantizer(Quantizer):
         columnwise: bool = True,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
     ) -> None:
+        _check_no_reduction("Float8CurrentScalingQuantizer", with_amax_reduction)
+        if use_existing_amax:
+            raise NotImplementedError(
+                "Float8CurrentScalingQuantizer: use_existing_amax=True is not available: the amax is that of the "
+                "values; use Float8Quantizer, whose scale you set"
+            )
         row = FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_tensor{'_pow2' if force_pow_2_scales else ''}"]
         super().__init__(Cast(row, amax_epsilon=amax_epsilon or 0), rowwise, columnwise)
         self.device = None if device is None else torch.device(device)

@@ -13,8 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import TENSOR, check
+from ..core.peer_names import Elsewhere
 from ..numerics.operand import Operand, Rotated
 from .torchao_attributes import TorchAOAttributes
+
+
+def _elsewhere(instead: str) -> Any:
+    return Elsewhere(instead, "TransformerEngine")
 
 
 class TransformerEngineAttributes(TorchAOAttributes):
@@ -23,6 +29,47 @@ class TransformerEngineAttributes(TorchAOAttributes):
     _rotated: Rotated | None = None
     """The columnwise copy of a quantizer with a random Hadamard transform. Copies by ``deepcopy`` and pickles have it,
     other results of torch ops do not, except those of a ``RotatedTensor``, which has no other copy."""
+
+    _quantizer = _elsewhere("a quantizer for tensor.format, such as mx.MXQuantizer(tensor.format)")
+    _get_quantizer = _elsewhere("a quantizer for tensor.format, such as mx.MXQuantizer(tensor.format)")
+    _fp8_dtype = _elsewhere("tensor.format.element")
+    _fp4_dtype = _elsewhere("tensor.format.element")
+    fp8_dtype = _elsewhere("tensor.format.element")
+    _transpose = _elsewhere("tensor._columnwise_data")
+    _transpose_invalid = _elsewhere("tensor.get_usages(): copies are always those of the values")
+    _amax_rowwise = _elsewhere("tensor.rowwise.global_scale")
+    _amax_columnwise = _elsewhere("tensor.columnwise.global_scale")
+    _with_gemm_swizzled_scales = _elsewhere("tensor._rowwise_scale_inv, which is never swizzled")
+    get_metadata = _elsewhere("tensor.components and mx.MXTensor.from_components")
+    get_data_tensors = _elsewhere("tensor.components")
+    prepare_for_saving = _elsewhere("tensor.components, which save_for_backward takes")
+    restore_from_saved = _elsewhere("mx.MXTensor.from_components")
+
+    def quantize_(self, tensor: Tensor, *, noop_flag: Tensor | None = None) -> Tensor:
+        """Quantize ``tensor`` in place into every copy, without a gradient; returns this tensor.
+
+        It is ``copy_`` for a tensor of the same shape. ``noop_flag``: one number; unless it is zero, nothing is
+        written, and a GPU is waited for. Raises ValueError for another shape.
+        """
+        check("quantize_", "tensor", tensor, TENSOR)
+        if tensor.shape != self.shape:
+            raise ValueError(
+                f"quantize_: the tensor is {tuple(tensor.shape)}, this one {tuple(self.shape)}; pass one of its shape"
+            )
+        if noop_flag is None or not bool(noop_flag.any()):
+            with torch.no_grad():
+                self.copy_(tensor)
+        return self
+
+    @property
+    def _scale_inv(self: Any) -> Tensor | None:
+        """The rowwise scales, by which codes are multiplied; None if they are not stored."""
+        return None if self.rowwise is None else self.rowwise.scale
+
+    @property
+    def _is_2D_scaled(self: Any) -> bool:  # noqa: N802
+        """Whether a square tile of values shares a scale."""
+        return self.format.square  # type: ignore[no-any-return]
 
     @property
     def _data(self: Any) -> Tensor | None:
