@@ -113,7 +113,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 def read_text(file: str) -> str:
     """The text in a file ("-": standard input). Raises ValueError or OSError that names it."""
-    if file != "-" and not Path(file).is_file():
+    if file != "-" and (Path(file).is_dir() or not Path(file).exists()):  # a pipe, as of <(...) in a shell, is no file
         what = "is a folder" if Path(file).is_dir() else "does not exist"
         raise FileNotFoundError(f"--text: {file} {what}; pass a text file in UTF-8")
     try:

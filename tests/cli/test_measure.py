@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import os
 import re
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mxtensor as mx
 from mxtensor.cli import gguf_models
+from mxtensor.cli.models import read_text
 from tests.checkpoints.test_peers import checkpoint
 from tests.cli.small_model import TEXT, save_small_model
 from tests.cli.test_main import run
@@ -219,3 +221,14 @@ def test_from_gguf_to_gguf_names_stay(tmp_path, capsys):
     code, _, err = run(capsys, "quantize", tmp_path / "a.gguf", *arguments)
     assert code == 0 and err == ""
     assert list(mx.checkpoints.load(tmp_path / "b.gguf")) == ["blk.0.attn_q.weight"]
+
+
+def test_a_text_may_be_a_pipe():
+    """A shell passes one for ``--text <(head book.txt)``."""
+    reads, writes = os.pipe()
+    os.write(writes, b"a text")
+    os.close(writes)
+    assert read_text(f"/dev/fd/{reads}") == "a text"
+    os.close(reads)
+    with pytest.raises(FileNotFoundError, match="--text: none does not exist"):
+        read_text("none")
