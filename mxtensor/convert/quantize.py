@@ -29,7 +29,7 @@ from .model_size import warn_of_unquantized_heads
 from .plan import Change, planned
 from .qat import QATConfig, QATStep, prepare, prepared_changes, qat_config_of, restore
 from .static_inputs import static_config_of
-from .weights import FilterFn, Weight, unknown_experts
+from .weights import FilterFn, Weight, modules_of_autocast, unknown_experts
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -53,7 +53,8 @@ def quantize_(
     transformers returns. ``include_head=True`` adds heads; a shared weight is quantized once, for the product and for
     the lookup. If modules share a weight and the filter accepts one of them, the weight is quantized for all of them.
     Embeddings do not train quantized. Neither do modules whose class name says that they are experts, but whose
-    parameters are not recognized: a warning names them. Returns ``model``.
+    parameters are not recognized: a warning names them. Modules of ``mx.nn`` are not changed, with a warning:
+    ``autocast`` sets their recipe. Returns ``model``.
 
     If heads and embeddings that the default filter skips are more than a tenth of the values, the logger ``mxtensor``
     warns with their names and the bits per value of the whole model. ``mx.model_size(model)`` shows the details.
@@ -85,8 +86,18 @@ def quantize_(
     if general is not None and general.trains and filter_fn is None:
         left_out += unknown_experts(model)
     changes = planned(model, weights)
-    if left_out or not changes:
+    ours = modules_of_autocast(model) if general is not None and filter_fn is None else []
+    if left_out or not (changes or ours):
         _warn(model, changes, left_out)
+    if ours:
+        begin = "quantize_" if changes else "quantize_ changed nothing"
+        warnings.warn(
+            f"{begin}: modules of mx.nn stay as they are ({len(ours)}, such as {ours[0]}): mx.autocast(recipe=...) "
+            "runs them quantized, and mx.quantized_model_init(recipe=...) around their construction quantizes their "
+            "weights",
+            UserWarning,
+            stacklevel=2,
+        )
     if include_head and not heads(model):
         why = "it has no lm_head, names no output embeddings, and no linear layer shares a weight with an embedding"
         warnings.warn(f"quantize_: include_head=True found no head in {type(model).__name__}: {why}", stacklevel=2)

@@ -169,6 +169,16 @@ def unknown_experts(model: nn.Module) -> Iterator[Weight]:
                     yield Weight(module, name, _UNKNOWN, fqn)
 
 
+def modules_of_autocast(model: nn.Module) -> list[str]:
+    """The names of modules of ``mx.nn`` with a high-precision weight: ``quantize_`` does not convert them."""
+    return [
+        fqn or type(module).__name__
+        for fqn, module in model.named_modules()
+        if getattr(module, "has_recipe_of_autocast", False)
+        and any(p.dim() == 2 and not isinstance(p, MXTensor) for p in module.parameters(recurse=False))
+    ]
+
+
 def _accepts(filter_fn: FilterFn, module: nn.Module, fqn: str) -> bool:
     """Whether a filter accepts a module. Its answer may be any object that is true or false, but no array."""
     answer: Any = filter_fn(module, fqn)

@@ -45,6 +45,9 @@ class QuantizedModule(StatefulModule):
     A forward pass calls ``prepare`` once, then ``product`` for each weight.
     """
 
+    has_recipe_of_autocast = True
+    """For ``quantize_``, which leaves such a module as it is, and says so."""
+
     def __init__(
         self,
         name: str | None = None,

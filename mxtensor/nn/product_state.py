@@ -18,6 +18,7 @@ from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.delayed_scaling import DelayedState
+from ..training.local import local_of
 from ..training.operands import Scales, weight_copies
 from ..training.passes import WgradHook
 from .weight_shards import add_gradient, owner, stand_in, version
@@ -30,18 +31,22 @@ Wgrad = Callable[[torch.dtype], Tensor]
 """Computes the weight gradient in the given dtype."""
 
 
+Versions = tuple[tuple[int, int, int], ...]
+
+
 @dataclass(frozen=True)
 class _CachedWeight:
     """The operands of a weight for several microbatches, with the recipe and the versions they were made from."""
 
     operands: CachedOperands
     linear_recipe: LinearRecipe
-    versions: tuple[tuple[int, int], ...]
+    versions: Versions
 
 
-def _versions(shards: WeightShards) -> tuple[tuple[int, int], ...]:
-    """Identity and version of each parameter. Every in-place write, such as an optimizer step, changes the version."""
-    return tuple((id(shard), version(shard)) for shard in map(owner, shards))
+def _versions(shards: WeightShards) -> Versions:
+    """Identity, version and memory of each parameter. Every in-place write, such as an optimizer step, changes the
+    version; ``parameter.data = values`` changes the memory."""
+    return tuple((id(shard), version(shard), local_of(shard).data_ptr()) for shard in map(owner, shards))
 
 
 class ProductState:

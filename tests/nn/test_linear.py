@@ -443,6 +443,9 @@ def test_a_cached_weight_is_quantized_again_when_it_or_the_recipe_changes():
     layer.weight = nn.Parameter(torch.randn(48, 64))
     y, dx = step(layer, x, g, hybrid, is_first_microbatch=False)
     holds(layer, x, g, hybrid, y, dx)
+    layer.weight.data = torch.randn(48, 64)
+    y, dx = step(layer, x, g, hybrid, is_first_microbatch=False)
+    holds(layer, x, g, hybrid, y, dx)
 
 
 def test_a_weight_cached_by_an_evaluation_serves_training():
