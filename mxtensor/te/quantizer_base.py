@@ -124,8 +124,9 @@ class Quantizer:
         if not isinstance(x, Tensor):
             check(type(self).__name__, "x", x, TENSOR)
         check(type(self).__name__, "dtype", dtype, optional(FLOAT_DTYPE))
-        made = _StraightThrough.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else self._made(x)
-        return made if dtype is None else made.to(dtype)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _StraightThrough.apply(x, self, dtype)  # type: ignore[no-any-return]
+        return self._made(x, dtype)
 
     def update_quantized(self, src: Tensor, dst: MXTensor, *, noop_flag: Tensor | None = None) -> MXTensor:
         """Quantize ``src`` in place into every copy of ``dst``; returns ``dst``.
@@ -179,17 +180,17 @@ class Quantizer:
         is_rotated = self.signs is not None and Orientation.COLUMNWISE in wanted
         rotated = Rotated(empty(rotated_shape(size)), self.signs) if is_rotated else None  # type: ignore[arg-type]
         out = _tensor(row, column, rotated, self.recipe, dtype, size)
-        out = out.pin_memory() if pin_memory else out
+        out = out.pin_memory() if pin_memory else out  # type: ignore[assignment]
         return out.requires_grad_(bool(requires_grad))  # type: ignore[return-value]
 
-    def _made(self, x: Tensor) -> MXTensor:
+    def _made(self, x: Tensor, dtype: torch.dtype | None = None) -> MXTensor:
         x = _plain(x)
         wanted = self._wanted(x)
         rotated = None
         row, column = self._operands(x, wanted)
         if self.signs is not None and Orientation.COLUMNWISE in wanted:
             rotated = quantize_rotated(x, self.cast, self.signs)
-        return _tensor(row, column, rotated, self.recipe, x.dtype, tuple(x.shape))
+        return _tensor(row, column, rotated, self.recipe, dtype or x.dtype, tuple(x.shape))
 
     def _wanted(self, x: Tensor) -> Orientation:
         """The copies to make of ``x``."""
@@ -286,9 +287,10 @@ def _plain(x: Tensor) -> Tensor:
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer) -> MXTensor:
-        return quantizer._made(x)
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> MXTensor:
+        ctx.dtype = x.dtype
+        return quantizer._made(x, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].to(ctx.dtype), None, None

@@ -14,6 +14,8 @@ def test_quantize_gives_the_dtype_that_is_asked_for():
     narrow, plain = quantizer.quantize(X, dtype=torch.bfloat16), quantizer(X)
     assert narrow.dtype is torch.bfloat16 and plain.dtype is torch.float32
     assert torch.equal(narrow.dequantize(torch.float32), plain.dequantize())
+    rotated = mx.NVFP4Quantizer(with_rht=True)
+    assert torch.equal(rotated.quantize(X, dtype=torch.bfloat16)._columnwise_data, rotated(X)._columnwise_data)
     x = X.clone().requires_grad_()
     quantizer.quantize(x, dtype=torch.bfloat16).dequantize().float().square().sum().backward()
     assert torch.equal(x.grad, 2 * plain.dequantize())
