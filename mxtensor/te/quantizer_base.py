@@ -35,6 +35,7 @@ from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.rotated import RotatedTensor
 from ..tensor.stored import rotated_shape
+from ..tensor.te_attributes import NOOP_FLAG
 
 Q = TypeVar("Q", bound="Quantizer")
 
@@ -72,6 +73,7 @@ MEMBERS = Kind(
 DTYPE = instance(torch.dtype, "a torch.dtype")
 CAST = instance(Cast, "a Cast, such as Cast.of('mxfp8')")
 FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
+GROUP = optional(Kind("a process group of torch.distributed", lambda given: "ProcessGroup" in type(given).__name__))
 
 
 class Quantizer:
@@ -142,6 +144,7 @@ class Quantizer:
                 f"cannot write {self.cast.format} values of shape {tuple(src.shape)} into {dst!r}; use make_empty"
                 f"({tuple(src.shape)}, dtype={dst.dtype})"
             )
+        check(type(self).__name__, "noop_flag", noop_flag, NOOP_FLAG)
         if noop_flag is not None and bool(noop_flag.any()):
             return dst
         rotated_copy = dst._rotated
@@ -180,7 +183,8 @@ class Quantizer:
         is_rotated = self.signs is not None and Orientation.COLUMNWISE in wanted
         rotated = Rotated(empty(rotated_shape(size)), self.signs) if is_rotated else None  # type: ignore[arg-type]
         out = _tensor(row, column, rotated, self.recipe, dtype, size)
-        out = out.pin_memory() if pin_memory else out  # type: ignore[assignment]
+        if pin_memory and torch.accelerator.is_available():
+            out = out.pin_memory()  # type: ignore[assignment]
         return out.requires_grad_(bool(requires_grad))  # type: ignore[return-value]
 
     def _made(self, x: Tensor, dtype: torch.dtype | None = None) -> MXTensor:
@@ -294,3 +298,13 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0].to(ctx.dtype), None, None
+
+
+def check_no_reduction(name: str, with_amax_reduction: bool, group: Any) -> None:
+    """Raise NotImplementedError for TransformerEngine's option to share the amax with other ranks."""
+    check(name, "amax_reduction_group", group, GROUP)
+    if with_amax_reduction:
+        raise NotImplementedError(
+            f"{name}: with_amax_reduction=True is not available: the amax is that of this tensor; use tp_group of a "
+            "module of mx.nn, or a style of mx.parallel, whose ranks share scales"
+        )

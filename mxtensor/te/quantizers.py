@@ -25,18 +25,9 @@ from ..recipe import Recipe
 from ..recipe.block_scaling import RANDOM_SIGNS
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from ..training.delayed_scaling import DelayedState
-from .quantizer_base import FP8, DType, Quantizer
+from .quantizer_base import FP8, DType, Quantizer, check_no_reduction
 
 # ---------------------------------------------------------------------------------------------- stateless ones
-
-
-def _check_no_reduction(name: str, with_amax_reduction: bool) -> None:
-    """Raise NotImplementedError for TransformerEngine's option to share the amax with other ranks."""
-    if with_amax_reduction:
-        raise NotImplementedError(
-            f"{name}: with_amax_reduction=True is not available: the amax is that of this tensor; use tp_group of a "
-            "module of mx.nn, or a style of mx.parallel, whose ranks share scales"
-        )
 
 
 class MXQuantizer(Quantizer):
@@ -116,7 +107,7 @@ class NVFP4Quantizer(Quantizer):
         with_amax_reduction: bool = False,
         amax_reduction_group: Any = None,
     ) -> None:
-        _check_no_reduction("NVFP4Quantizer", with_amax_reduction)
+        check_no_reduction("NVFP4Quantizer", with_amax_reduction, amax_reduction_group)
         DType.of(fp4_dtype, (DType.kFloat4E2M1,))
         if with_rht and with_2d_quantization:
             raise ValueError(
@@ -178,7 +169,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         with_amax_reduction: bool = False,
         amax_reduction_group: Any = None,
     ) -> None:
-        _check_no_reduction("Float8CurrentScalingQuantizer", with_amax_reduction)
+        check_no_reduction("Float8CurrentScalingQuantizer", with_amax_reduction, amax_reduction_group)
         if use_existing_amax:
             raise NotImplementedError(
                 "Float8CurrentScalingQuantizer: use_existing_amax=True is not available: the amax is that of the "

@@ -13,10 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.arguments import TENSOR, check
+from ..core.arguments import TENSOR, Kind, check, optional
 from ..core.peer_names import Elsewhere
 from ..numerics.operand import Operand, Rotated
 from .torchao_attributes import TorchAOAttributes
+
+NOOP_FLAG = optional(
+    Kind(
+        "a dense torch.Tensor with values",
+        lambda flag: isinstance(flag, Tensor) and flag.layout is torch.strided and not flag.is_meta,
+    )
+)
 
 
 def _elsewhere(instead: str) -> Any:
@@ -52,6 +59,7 @@ class TransformerEngineAttributes(TorchAOAttributes):
         written, and a GPU is waited for. Raises ValueError for another shape.
         """
         check("quantize_", "tensor", tensor, TENSOR)
+        check("quantize_", "noop_flag", noop_flag, NOOP_FLAG)
         if tensor.shape != self.shape:
             raise ValueError(
                 f"quantize_: the tensor is {tuple(tensor.shape)}, this one {tuple(self.shape)}; pass one of its shape"
