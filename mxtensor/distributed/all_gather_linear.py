@@ -26,7 +26,7 @@ from ..kernels.gemm.spec import Form
 from ..numerics.formats import Rounding
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe, recipe_by_key
-from ..training.observe import OBSERVERS, LayerCall, tell
+from ..training.observe import OBSERVERS, LayerCall, notify
 from ..training.operands import cached_operands, copies, saved, transposed
 from ..training.passes import Options, product
 from ..training.training_weight import values_of
@@ -162,7 +162,7 @@ def _run(key: str, dtype: str, group: str, size: int, x: Tensor, weight: Tensor,
             x, weight, bias, Options(recipe_by_key(key)), Ranks(group, size), getattr(torch, dtype)
         )
         if OBSERVERS:
-            tell(y, LayerCall(x, weight, recipe_by_key(key), None, None))
+            notify(y, LayerCall(x, weight, recipe_by_key(key), None, None))
     return y
 
 

@@ -210,6 +210,6 @@ def test_weights_that_transformers_keeps_in_float32_have_that_dtype(dtype, tmp_p
     for model in (found, T5EncoderModel.from_pretrained(tmp_path / "saved", dtype=dtype)):
         assert quantized(model) == quantized(wanted) != {}
         for name, parameter in wanted.named_parameters():
-            kept = torch.float32 if ".wo." in name and dtype == torch.float16 else dtype
-            assert model.get_parameter(name).dtype == parameter.dtype == kept
+            expected = torch.float32 if ".wo." in name and dtype == torch.float16 else dtype
+            assert model.get_parameter(name).dtype == parameter.dtype == expected
             assert torch.equal(model.get_parameter(name) + 0, parameter + 0)
