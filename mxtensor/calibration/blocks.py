@@ -152,7 +152,7 @@ def warn_of_layers_without_input(caller: str, fqns: Collection[str], total: int,
 def _blocks(model: nn.Module, layers: set[nn.Module]) -> list[nn.Module]:
     best, most = [model], 0
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and None not in module._modules.values():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and None not in list(module):
             count = sum(layer in layers for block in module for layer in block.modules())
             if count > most:
                 best, most = list(module), count

@@ -41,7 +41,10 @@ def dtype_of(model: nn.Module, name: str) -> torch.dtype:
     """
     module, leaf, _ = place(model, name)
     own: torch.dtype = getattr(module, leaf).dtype
-    plan: dict[str, torch.dtype] = model._get_dtype_plan(own)  # type: ignore[operator,unused-ignore]
+    plan_of = getattr(
+        model, "_get_dtype_plan", None
+    )  # what transformers itself asks when it loads; it has no public name
+    plan: dict[str, torch.dtype] = {} if plan_of is None else plan_of(own)
     return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), name)), own)
 
 

@@ -342,7 +342,7 @@ FAULTS = (
           "offset += math.prod(shape) * known.itemsize", "offset += 0",
           "checkpoints/test_layouts.py checkpoints"),
     Fault("modules to skip are quantized", "integrations/transformers.py",
-          "if kind is None or skipped or name in self._tied", "if kind is None or name in self._tied",
+          "if kind is None or skipped or name in self._left", "if kind is None or name in self._left",
           "integrations"),
     Fault("lists lack the names of modules", "checkpoints/layout.py",
           "dict.fromkeys([*every, *(module for name in names for module in self.known.modules(name))])",
