@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import described
+from ..core.names import dtype_name
 from ..numerics.formats import FORMATS, Format
 from ..tensor.mxtensor import MXTensor
 from .global_scale import decoded, divides, remember, stored_for
@@ -141,7 +142,7 @@ def _packed_format(data: Tensor, scale: Tensor) -> str:
     """The format of packed codes, by the bytes that one scale covers. Raises ValueError if there is none."""
     if data.dtype is not torch.uint8:
         raise NotImplementedError(
-            f"weight_packed is {str(data.dtype).removeprefix('torch.')}: packed integers (int4, int8) are not "
+            f"weight_packed is {dtype_name(data.dtype)}: packed integers (int4, int8) are not "
             "supported; dequantize them with compressed-tensors"
         )
     if scale.dtype is torch.float8_e4m3fn:
@@ -182,9 +183,7 @@ def float8_weight(
     """
     elements = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
     if data.dtype not in elements:
-        raise NotImplementedError(
-            f"the weight is {str(data.dtype).removeprefix('torch.')}, and only float8 (e4m3, e5m2) is supported"
-        )
+        raise NotImplementedError(f"the weight is {dtype_name(data.dtype)}, and only float8 (e4m3, e5m2) is supported")
     element, shape = elements[data.dtype], tuple(data.shape)
     if data.dim() not in (2, 3) or 0 in shape:
         raise ValueError(f"a float8 weight needs two dimensions (three: stacked) and values, got shape {shape}")

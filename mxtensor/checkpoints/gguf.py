@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.names import dtype_name
 from ..tensor.mxtensor import MXTensor
 from .gguf_reader import LARGEST_ARRAY as LARGEST_ARRAY
 from .gguf_reader import header_of
@@ -202,7 +203,7 @@ def _type_of(name: str, t: Tensor) -> dict[str, str]:
         return {name: WRITTEN[t.format.name][0]}
     if t.dtype not in NAMES or t.dim() > 4:
         raise NotImplementedError(
-            f"{name} is {str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}, and GGUF stores tensors of up "
+            f"{name} is {dtype_name(t.dtype)} of shape {tuple(t.shape)}, and GGUF stores tensors of up "
             f"to four dimensions in {', '.join(NAMES.values())}"
         )
     return {name: NAMES[t.dtype]}

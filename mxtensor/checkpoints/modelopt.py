@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.names import dtype_name
 from ..tensor.mxtensor import MXTensor
 from .compressed_tensors import float8_weight
 from .global_scale import decoded, multiplies, remember, stored_for
@@ -39,7 +40,7 @@ def _codes(dtype: torch.dtype) -> Callable[..., Tensor]:
             return weight(data, scale, "mxfp4_e2m1", dtype)
         if scale.dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(
-                f"codes of 4 bits with scales in {str(scale.dtype).removeprefix('torch.')} are neither NVFP4 nor "
+                f"codes of 4 bits with scales in {dtype_name(scale.dtype)} are neither NVFP4 nor "
                 "MXFP4; integer codes (AWQ, W4A8_AWQ) are not supported"
             )
         if not second or second[0].numel() != 1 or second[0].dtype != torch.float32:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import described
+from ..core.names import dtype_name
 from ..tensor.mxtensor import MXTensor
 from .layout import Layout
 from .source import Checkpoint, Entry, Stored, read_json
@@ -93,7 +94,7 @@ def open_pickled(path: Path) -> PickledCheckpoint:
             if name in out.tensors:
                 raise ValueError(f"tensor {name} is in two files: {out.tensors[name].file} and {file}")
             out.state[name] = t
-            out.tensors[name] = Stored(file, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            out.tensors[name] = Stored(file, dtype_name(t.dtype), tuple(t.shape))
     return out
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import described
-from ..numerics.reference import SOURCE_DTYPES
+from ..numerics.reference import DTYPES_BY_NAME
 
 ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 """Of files that are read as checkpoints."""
@@ -40,7 +40,6 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 """safetensors' names of dtypes whose values are read by offset; others are read by safetensors."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SOURCE_DTYPES}
 
 
 def needs(module: str, package: str) -> Any:
@@ -104,8 +103,8 @@ def named_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     nested = config.get("text_config")
     for fields in (config, nested if isinstance(nested, dict) else {}):
         name = fields.get("dtype") or fields.get("torch_dtype")
-        if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
-            return _DTYPES[name.removeprefix("torch.")]
+        if isinstance(name, str) and name.removeprefix("torch.") in DTYPES_BY_NAME:
+            return DTYPES_BY_NAME[name.removeprefix("torch.")]
     return None
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..core.arguments import check_plain, described
+from ..core.names import dtype_name
 from ..core.progress import with_progress
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
@@ -193,7 +194,7 @@ def info(path: str | Path, progress: bool = False) -> Info:
 
 def format_name(t: Tensor) -> str:
     """The name of the format, or of the dtype of plain values."""
-    return t.format.name if isinstance(t, MXTensor) else str(t.dtype).removeprefix("torch.")
+    return t.format.name if isinstance(t, MXTensor) else dtype_name(t.dtype)
 
 
 def _rows(checkpoint: Checkpoint, layout: Layout, progress: bool) -> Iterator[Row]:

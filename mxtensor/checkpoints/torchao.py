@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import described
+from ..core.names import dtype_name
 from ..numerics.elements import unpack
 from ..numerics.formats import FORMATS
 from ..recipe.linear_recipe import LinearRecipe
@@ -197,7 +198,7 @@ def _activation(recipe: LinearRecipe) -> dict[str, Any] | None:
     if granularity is None:  # torchao's JSON knows no other
         return None
     fields = {
-        "float8_dtype": _dtype(str(cast.format.element.dtype).removeprefix("torch.")), "granularity": granularity,
+        "float8_dtype": _dtype(dtype_name(cast.format.element.dtype)), "granularity": granularity,
         "mm_config": None, "hp_value_lb": None, "hp_value_ub": None,
         "kernel_preference": _named("KernelPreference", "AUTO"),
     }  # fmt: skip
@@ -206,7 +207,7 @@ def _activation(recipe: LinearRecipe) -> dict[str, Any] | None:
 
 def _attributes(t: MXTensor) -> tuple[str, dict[str, Any]]:
     """torchao's class and its attributes."""
-    format, dtype = t.format, _dtype(str(t.dtype).removeprefix("torch."))
+    format, dtype = t.format, _dtype(dtype_name(t.dtype))
     arguments = {"act_quant_kwargs": _activation(t.recipe)}
     if format.name in _ELEMENT_OF:
         return "MXTensor", {**_mx(t.recipe), "orig_dtype": dtype, "is_swizzled_scales": False, **arguments}
@@ -250,7 +251,7 @@ def _default(recipe: LinearRecipe) -> dict[str, Any]:
             return {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": fields}
         fields |= {"use_triton_kernel": False}
         return {"_type": "NVFP4DynamicActivationNVFP4WeightConfig", "_version": 1, "_data": {**fields, "step": None}}
-    element = _dtype(str(recipe.stored.format.element.dtype).removeprefix("torch."))
+    element = _dtype(dtype_name(recipe.stored.format.element.dtype))
     fields = {"weight_dtype": element, "set_inductor_config": True}
     if recipe.activation is None:
         return {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": fields}

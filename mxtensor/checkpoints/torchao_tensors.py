@@ -17,7 +17,7 @@ from ..core.arguments import described
 from ..numerics.cast import Cast
 from ..numerics.elements import pack
 from ..numerics.formats import BLOCK_SIZES, FORMATS, Format, ScaleCalculationMode
-from ..numerics.reference import SOURCE_DTYPES
+from ..numerics.reference import DTYPES_BY_NAME
 from ..numerics.swizzle import unswizzle
 from ..tensor.mxtensor import MXTensor
 from .global_scale import decoded, multiplies, remember
@@ -28,7 +28,6 @@ ELEMENTS = {
     "float4_e2m1fn_x2": "mxfp4_e2m1",
 }  # fmt: skip
 """torchao's ``elem_dtype`` -> the format with blocks of 32."""
-_OUTER = {str(dtype).removeprefix("torch."): dtype for dtype in SOURCE_DTYPES}
 _FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -65,9 +64,9 @@ def tensor_of(kind: str, tensors: Mapping[str, Tensor], attributes: Mapping[str,
 
 def _outer(attributes: Mapping[str, Any], name: str) -> torch.dtype:
     found = word(attributes.get(name))
-    if found not in _OUTER:
-        raise ValueError(f"{name} must be one of {', '.join(_OUTER)}, got {described(attributes.get(name))}")
-    return _OUTER[found]
+    if found not in DTYPES_BY_NAME:
+        raise ValueError(f"{name} must be one of {', '.join(DTYPES_BY_NAME)}, got {described(attributes.get(name))}")
+    return DTYPES_BY_NAME[found]
 
 
 def _block(attributes: Mapping[str, Any], usual: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..core.arguments import MODULE, check
+from ..core.names import dtype_name
 from ..core.text_table import text_table
 from ..tensor.mxtensor import MXTensor
 from ..training.local import local_of
@@ -91,7 +92,7 @@ def model_size(model: nn.Module) -> ModelSize:
     found: dict[tuple[str, str], list[tuple[str, Tensor]]] = {}
     for names, parameter in _parameters(model):
         weight = local_of(parameter)
-        stored = str(weight.format) if isinstance(weight, MXTensor) else str(weight.dtype).removeprefix("torch.")
+        stored = str(weight.format) if isinstance(weight, MXTensor) else dtype_name(weight.dtype)
         found.setdefault((uses[id(parameter)], stored), []).append((" = ".join(names), weight))
     groups = [_group(use, stored, weights) for (use, stored), weights in found.items()]
     return ModelSize(tuple(sorted(groups, key=lambda group: (ORDER.index(group.use), group.stored))))

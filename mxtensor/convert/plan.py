@@ -10,6 +10,7 @@ from torch import nn
 
 from ..core.arguments import check_plain
 from ..core.explain import LOGS
+from ..core.names import dtype_name
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.quantize_as import quantize_as
@@ -64,7 +65,7 @@ def _check(weight: Weight) -> None:
     check_plain(f"quantize_: {name}", value)
     if value.dtype not in DTYPES:
         raise TypeError(
-            f"quantize_: {name} is {str(value.dtype).removeprefix('torch.')}; weights are float32, bfloat16, float16 "
+            f"quantize_: {name} is {dtype_name(value.dtype)}; weights are float32, bfloat16, float16 "
             "or float64: convert it, or leave the layer out by filter_fn"
         )
     if value.layout is not torch.strided or value.is_nested:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .names import dtype_name
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 LARGEST = 2**31 - 1
@@ -146,7 +148,7 @@ def described(value: Any) -> str:
         plain = type(value) in (Tensor, nn.Parameter)
         kind = f"a {layout}tensor" if plain else f"{_article(type(value).__name__)} {type(value).__name__}"
         format = "" if plain or not hasattr(value, "format") else f" in {value.format}"
-        return f"{kind} {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}{format}{where}"
+        return f"{kind} {tuple(value.shape)} of {dtype_name(value.dtype)}{format}{where}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, (type(None), bool, str, bytes, numbers.Number, torch.dtype, torch.device, tuple, list, dict)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+import torch
+
 WEIGHT_ONLY = ("weightonly", "wo")
 """The ends of a name, as ``key`` writes it, that leave activations in high precision."""
 MOST = 5
@@ -16,6 +18,11 @@ def key(text: str) -> str:
     for mark in "-_ \t\n":  # not by a regular expression, which Dynamo of torch 2.11 cannot trace
         text = text.replace(mark, "")
     return text.lower().replace("float", "fp")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without ``torch.``: ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def find(text: str, names: Iterable[str]) -> str | None:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..core.compat import disable_torch_function, nonstrict_trace
 from ..core.explain import record
 from ..core.kernel import Spec
+from ..core.names import dtype_name
 from ..core.select import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..kernels.gemm.spec import Form
@@ -150,7 +151,7 @@ def gathered_linear(
     why = refuses(linear_recipe, *x.shape)
     if why is not None:
         raise ValueError(f"gathered_linear: {why}; gather x in high precision")
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     given = [] if bias is None else [bias]
     run = _traced if torch.compiler.is_dynamo_compiling() else _run
     return run(linear_recipe.key, name, *Ranks.of(group), x, weight, *given)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.compat import disable_torch_function, nonstrict_trace
+from ..core.names import dtype_name
 from ..core.select import dispatch_context, restore_context
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
@@ -137,7 +138,7 @@ def split_linear(
     K, and x with it; the results of the ranks have to be added up. Otherwise it is split along N: x is the whole input,
     and its gradients have to be added up.
     """
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     given = [] if bias is None else [bias]
     run = _traced if torch.compiler.is_dynamo_compiling() else _run
     return run(linear_recipe.key, name, *Ranks.of(group), rows, x, weight, *given)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.arguments import DENSE, FLAG, check, optional
+from ..core.names import dtype_name
 from ..core.torch_autocast import autocast_dtype, torch_autocasts
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
@@ -91,7 +92,7 @@ class QuantizedModule(StatefulModule):
                 "RowwiseParallel, or make it with tp_group and pass the part of this rank, x.to_local()"
             )
         if not x.dtype.is_floating_point:
-            raise TypeError(f"{label}: the input is {str(x.dtype).removeprefix('torch.')}; convert it to a float dtype")
+            raise TypeError(f"{label}: the input is {dtype_name(x.dtype)}; convert it to a float dtype")
         if x.device != weight.device:
             raise ValueError(f"{label}: the input is on {x.device}, the weight on {weight.device}; move one with .to()")
         if x.dim() == 0 or x.shape[-1] != weight.shape[1]:

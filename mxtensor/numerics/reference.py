@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.arguments import described
+from ..core.names import dtype_name
 from ..core.tracing import is_traced
 from .cast import Cast
 from .element_format import ElementFormat, ScaleFormat
@@ -35,6 +36,7 @@ from .operand import Operand
 
 FLT_MAX = torch.finfo(torch.float32).max
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES_BY_NAME = {dtype_name(dtype): dtype for dtype in SOURCE_DTYPES}
 
 
 # ---------------------------------------------------------------------------------------------- blocks
@@ -255,11 +257,8 @@ def _four_or_six(
 def check_source(x: Tensor) -> None:
     """Raise TypeError for a dtype that cannot be quantized, ValueError for a tensor without dimensions."""
     if x.dtype not in SOURCE_DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in SOURCE_DTYPES)
-        raise TypeError(
-            f"cannot quantize a tensor of dtype {str(x.dtype).removeprefix('torch.')}; convert it first to one of "
-            f"{names}"
-        )
+        names = ", ".join(dtype_name(d) for d in SOURCE_DTYPES)
+        raise TypeError(f"cannot quantize a tensor of dtype {dtype_name(x.dtype)}; convert it first to one of {names}")
     if not torch.compiler.is_dynamo_compiling() and x.layout is not torch.strided:  # Dynamo cannot ask it
         raise TypeError(f"cannot quantize {described(x)}; convert it with .to_dense()")
     if x.dim() == 0:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.names import dtype_name
 from ..core.shapes import contiguous_stride, swapped
 from ..core.tracing import is_traced
 from .formats import Format
@@ -21,10 +22,6 @@ from .operand import Operand, Rotated
 from .reference import SOURCE_DTYPES
 
 _LARGEST = (1 << 63) - 1
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------------------------------------- one tensor
@@ -44,11 +41,11 @@ def check_numbers(what: str, numbers: Any) -> tuple[int, ...]:
 
 def check_tensor(what: str, t: Any, *dtypes: torch.dtype) -> Tensor:
     """``t`` itself. Raises TypeError unless it is a dense tensor of one of these dtypes."""
-    names = " or ".join(dict.fromkeys(map(_name, dtypes)))
+    names = " or ".join(dict.fromkeys(map(dtype_name, dtypes)))
     if not isinstance(t, Tensor):
         raise TypeError(f"{what} must be a tensor of {names}, got {_short(t)}")
     if t.dtype not in dtypes:
-        raise TypeError(f"{what} must be {names}, got {_name(t.dtype)}")
+        raise TypeError(f"{what} must be {names}, got {dtype_name(t.dtype)}")
     if t.layout is not torch.strided:
         raise TypeError(f"{what} must be a dense tensor, got layout {str(t.layout).removeprefix('torch.')}")
     if not torch.compiler.is_dynamo_compiling() and t.is_neg():
@@ -127,7 +124,7 @@ def check_components(
         if not isinstance(global_scale, Tensor) or global_scale.dtype != torch.float32 or global_scale.numel() != 1:
             got = _short(global_scale)
             if isinstance(global_scale, Tensor):
-                got = f"{_name(global_scale.dtype)} {tuple(global_scale.shape)}"
+                got = f"{dtype_name(global_scale.dtype)} {tuple(global_scale.shape)}"
             raise TypeError(f"{format}: global_scale must be one float32, got {got}")
         check_tensor(f"{format}: global_scale", global_scale, torch.float32)
     named = (("data", data), ("scale", scale), ("global_scale", global_scale))
@@ -185,8 +182,8 @@ def check_sizes(operand: Operand, strided: bool = False) -> None:
     if whole is not None:
         check_components(data, scale, format, shape, global_scale)
     raise ValueError(
-        f"{format} of shape {shape}: data {tuple(data.shape)} {_name(data.dtype)} on {data.device} and scale "
-        f"{tuple(scale.shape)} {_name(scale.dtype)} on {scale.device} are not those of an operand of this shape"
+        f"{format} of shape {shape}: data {tuple(data.shape)} {dtype_name(data.dtype)} on {data.device} and scale "
+        f"{tuple(scale.shape)} {dtype_name(scale.dtype)} on {scale.device} are not those of an operand of this shape"
     )
 
 
@@ -196,7 +193,7 @@ def check_sizes(operand: Operand, strided: bool = False) -> None:
 def check_outer_dtype(dtype: Any) -> None:
     """Raise TypeError for a dtype whose values cannot be quantized."""
     if not isinstance(dtype, torch.dtype) or dtype not in SOURCE_DTYPES:
-        names = ", ".join(map(_name, SOURCE_DTYPES))
+        names = ", ".join(map(dtype_name, SOURCE_DTYPES))
         raise TypeError(f"a quantized tensor stands for values in one of {names}, not in {_short(dtype)}")
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.arguments import checked, described, instance, optional
+from ..core.names import dtype_name
 from ..kernels.gemm.select import gemm
 from ..kernels.gemm.spec import GemmArgs, GemmOperand
 from ..tensor.mxtensor import MXTensor
@@ -131,7 +132,9 @@ def general_gemm(
 def _check_tensors(a: Tensor, b: Tensor, others: dict[str, Tensor | None]) -> None:
     for name, t in (("A", a), ("B", b)):
         if not t.dtype.is_floating_point:
-            raise TypeError(f"general_gemm: {name} is {_name(t.dtype)}; convert it to a float dtype or quantize it")
+            raise TypeError(
+                f"general_gemm: {name} is {dtype_name(t.dtype)}; convert it to a float dtype or quantize it"
+            )
         if t.layout is not torch.strided:
             raise TypeError(f"general_gemm: {name} is {described(t)}; convert it with .to_dense()")
     for name, other in {"A": a, **others}.items():
@@ -155,7 +158,7 @@ def _check_out(out: Tensor | None, dtype: torch.dtype, quantizer: Quantizer | No
             f"make one with quantization_params.make_empty(shape); out is {described(out)}"
         )
     if out.dtype != dtype:
-        raise ValueError(f"general_gemm: out is {_name(out.dtype)}, out_dtype {_name(dtype)}; omit out_dtype")
+        raise ValueError(f"general_gemm: out is {dtype_name(out.dtype)}, out_dtype {dtype_name(dtype)}; omit out_dtype")
 
 
 def _check_shapes(layout: str, shape: tuple[int, ...], tensors: dict[str, Tensor | None]) -> None:
@@ -214,7 +217,3 @@ def _gemm_operand(name: str, t: Tensor, side: str, layout: str) -> GemmOperand:
         assert flat.rowwise is not None
         return flat.rowwise
     return flat if side == "rowwise" else flat.t()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.compat import is_fake, make_wrapper_subclass, no_torch_function
 from ..core.compat_compile import run_uncompiled
 from ..core.dispatch import VIEW_FALLBACK
+from ..core.names import dtype_name
 from ..core.writes import has_no_memory, state_of
 
 View = Callable[[Tensor], Tensor]
@@ -141,7 +142,7 @@ class DequantizedView(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if has_no_memory(self._plain):
-            return f"DequantizedView(shape={tuple(self.shape)}, dtype={str(self.dtype).removeprefix('torch.')})"
+            return f"DequantizedView(shape={tuple(self.shape)}, dtype={dtype_name(self.dtype)})"
         return str(super().__repr__(tensor_contents=tensor_contents))  # type: ignore[call-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

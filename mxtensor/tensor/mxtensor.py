@@ -23,6 +23,7 @@ from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
 from ..core.compat_compile import hook_guards, hook_unwrapping
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import COMPILATION, fingerprint
+from ..core.names import dtype_name
 from ..core.select import forced_kernel
 from ..core.shapes import contiguous_stride, readable_size, swapped
 from ..core.tracing import constants_of, is_traced, refuse_recording
@@ -237,8 +238,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         fields = [f"shape={tuple(self.shape)}", f"format={self.format}", f"orientation={self.orientation.label}"]
-        fields.append(f"dtype={str(self.dtype).removeprefix('torch.')}")
-        fields += [f"device={self.device}"] if self.device.type != "cpu" else []
+        fields += [f"dtype={dtype_name(self.dtype)}", *([f"device={self.device}"] if self.device.type != "cpu" else [])]
         if type(self.bits_per_value) is float:  # not a symbol of a traced graph
             fields.append(f"size={readable_size(self.nbytes)} ({self.bits_per_value:.4g} bits/value)")
         if self.recipe.activation is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.names import dtype_name
 from ..numerics.operand import Rotated
 from ..numerics.validate import fits_outside
 from ..recipe.rows import recipe_to_row
@@ -47,7 +48,7 @@ class Pickled(Tensor):
         size, stride = tuple(self.shape), self.stride()
         if not fits_outside(size, stride, *self.operands):  # an expanded tensor, or the copy of a slice
             stride = torch.empty_strided(size, stride, device="meta").clone().stride()
-        outer = (str(self.dtype).removeprefix("torch."), size, stride, self.requires_grad)
+        outer = (dtype_name(self.dtype), size, stride, self.requires_grad)
         arguments = (components, recipe_to_row(self.recipe), outer, isinstance(self, torch.nn.Parameter), *signs)
         attributes = user_attributes(self)
         return (rebuild_with_attributes, (arguments, attributes)) if attributes else (rebuild, arguments)

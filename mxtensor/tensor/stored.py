@@ -16,11 +16,10 @@ from ..core.tracing import is_traced
 from ..kernels.quantize.hadamard import GROUP
 from ..numerics.formats import Format
 from ..numerics.operand import Operand, Rotated
-from ..numerics.reference import SOURCE_DTYPES
+from ..numerics.reference import DTYPES_BY_NAME
 from ..numerics.validate import check_numbers, check_operand, check_outer, is_non_overlapping
 from ..recipe.rows import recipe_from_row
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SOURCE_DTYPES}
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -38,7 +37,7 @@ def stored_arguments(components: Any, row: Any, outer: Any, is_parameter: Any, s
     _expect(isinstance(outer, tuple) and len(outer) == 4, "(dtype, size, strides, requires_grad)", outer)
     dtype, size, stride, requires_grad = outer
     _expect(type(requires_grad) is bool and type(is_parameter) is bool, "requires_grad", (requires_grad, is_parameter))
-    _expect(type(dtype) is str and dtype in _DTYPES, f"the dtype, one of {', '.join(_DTYPES)},", dtype)
+    _expect(type(dtype) is str and dtype in DTYPES_BY_NAME, f"the dtype, one of {', '.join(DTYPES_BY_NAME)},", dtype)
     recipe, size = recipe_from_row(row), check_numbers("size", size)
     sides = {"_rowwise": size, "_columnwise": swapped(size) if len(size) > 1 else ()}
     _expect(signs is None or type(signs) is int, "the signs of a rotated copy", signs)
@@ -53,10 +52,10 @@ def stored_arguments(components: Any, row: Any, outer: Any, is_parameter: Any, s
         _expect(tensors is None or plain, f"the codes and scales of {side[1:]}", kinds)
         operands[side] = None if tensors is None else operand_of(tensors, recipe.stored.format, shape)
     rowwise, columnwise, rotated = (operands.get(side) for side in ("_rowwise", "_columnwise", "_rotated"))
-    wanted = recipe.stored.format, _DTYPES[dtype], size, stride
+    wanted = recipe.stored.format, DTYPES_BY_NAME[dtype], size, stride
     beside = None if rotated is None else check_rotated(Rotated(rotated, signs), no_overlap=True)
     rowwise, columnwise, size, stride = check_outer(rowwise, columnwise, *wanted, no_overlap=True, rotated=beside)
-    return rowwise, columnwise, recipe, _DTYPES[dtype], size, stride, beside
+    return rowwise, columnwise, recipe, DTYPES_BY_NAME[dtype], size, stride, beside
 
 
 def rotated_shape(size: tuple[int, ...]) -> tuple[int, ...]:

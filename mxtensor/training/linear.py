@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.compat import disable_torch_function, is_exporting, nonstrict_trace
+from ..core.names import dtype_name
 from ..core.select import dispatch_context, forced_kernel, restore_context
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
@@ -59,7 +60,7 @@ def linear(
         assert options.on_wgrad is None and cached is None, "these options are for eager code"
         given = (bias, ends)
         tensors = [t for t in (*given, *(scales or ())) if t is not None]
-        dtype = str(options.dtype or x.dtype).removeprefix("torch.")
+        dtype = dtype_name(options.dtype or x.dtype)
         has = "".join("x" if t is not None else "-" for t in given)
         return _traced(options.linear_recipe.key, dtype, options.save_input, has, x, weight, *tensors)
     return _linear(x, weight, bias, options, scales, cached, ends)
@@ -119,7 +120,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     for name, t in (("input", x), ("weight", weight), ("bias", bias)):
         if t is not None and not t.dtype.is_floating_point:
-            raise TypeError(f"linear: the {name} is {str(t.dtype).removeprefix('torch.')}; convert it to a float dtype")
+            raise TypeError(f"linear: the {name} is {dtype_name(t.dtype)}; convert it to a float dtype")
         if t is not None and t.device != x.device:
             raise ValueError(f"linear: the input is on {x.device}, the {name} on {t.device}; move one with .to()")
 
@@ -150,7 +151,7 @@ def _check_stack(x: Tensor, weight: Tensor, ends: Tensor | None) -> None:
             "end for each group"
         )
     if ends.dtype is not torch.int32 or ends.device != x.device:
-        kind = str(ends.dtype).removeprefix("torch.")
+        kind = dtype_name(ends.dtype)
         raise ValueError(f"linear: the ends of groups must be int32 on {x.device}, got {kind} on {ends.device}")
 
 

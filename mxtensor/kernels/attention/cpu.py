@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...core import recording
 from ...core.kernel import Kernel, Spec
+from ...core.names import dtype_name
 from ...numerics.formats import FULL
 from ..quantize.cpu import BLOCKS, KINDS, SCALES, SOURCE, c_format, in_spans
 from ..quantize.cpu import FLAGS as CAST_FLAGS
@@ -67,7 +68,7 @@ def refuses(spec: Spec, q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) ->
     if spec.traced:
         return "being traced: torch's attention of decoded values fuses better"
     if q.dtype not in KINDS:
-        return f"computes with float32, bfloat16 and float16, not {str(q.dtype).removeprefix('torch.')}"
+        return f"computes with float32, bfloat16 and float16, not {dtype_name(q.dtype)}"
     rows = group_of(q, k) * q.shape[2]
     if rows > MOST_ROWS:
         return f"is for {MOST_ROWS} rows that read a head of keys, not {rows}"

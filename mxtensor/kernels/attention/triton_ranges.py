@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...core.devices import multiprocessors
 from ...core.kernel import Kernel, Spec
+from ...core.names import dtype_name
 from ...numerics.formats import FULL, Format
 from ..quantize.triton_common import ceil_div
 from ..quantize.triton_constants import CastCode, format_code
@@ -61,7 +62,7 @@ def refuses(spec: Spec, q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) ->
     if spec.traced:
         return "being traced: torch's attention of decoded values fuses better"
     if q.dtype not in DTYPES:
-        return f"computes with bfloat16, float16 and float32, not {str(q.dtype).removeprefix('torch.')}"
+        return f"computes with bfloat16, float16 and float32, not {dtype_name(q.dtype)}"
     rows = group_of(q, k) * q.shape[2]
     if rows > MOST_ROWS:
         return f"is for {MOST_ROWS} rows that read a head of keys, not {rows}"

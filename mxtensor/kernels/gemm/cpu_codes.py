@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Kernel, Spec
+from ...core.names import dtype_name
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import Format, Rounding
@@ -31,10 +32,6 @@ from .spec import (
 )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     if spec.op.partition(" ")[0] in TRAINING:
         return "training multiplies values in the same way whether codes were saved or not"
@@ -50,7 +47,7 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str 
     x = a.x if isinstance(a, Unquantized) else a
     for dtype in (args.out_dtype, *((x.dtype,) if isinstance(x, Tensor) else ())):
         if dtype not in KINDS:
-            return f"computes with float32, bfloat16 and float16, not {_name(dtype)}"
+            return f"computes with float32, bfloat16 and float16, not {dtype_name(dtype)}"
     if 0 in (*spec.shapes[0], *spec.shapes[1]):
         return "no values"
     return exported(spec) or missing()

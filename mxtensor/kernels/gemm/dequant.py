@@ -17,6 +17,7 @@ from torch import Tensor
 from ...core import custom_ops
 from ...core.compat import cpu_multiplies_bfloat16
 from ...core.kernel import Kernel, Spec
+from ...core.names import dtype_name
 from ...core.tracing import is_traced
 from ...numerics.formats import Format, get_format
 from ...numerics.groups import Groups
@@ -56,14 +57,14 @@ _CPU_ACCUMULATES_IN_FLOAT32 = cpu_multiplies_bfloat16()
 
 def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:
     if args.out_dtype is not torch.bfloat16 and (args.out_dtype is not torch.float32 or spec.device.type != "cuda"):
-        return f"computes in bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
+        return f"computes in bfloat16, the result is {dtype_name(args.out_dtype)}"
     reason = not_row_scaled(a, b)
     if reason is not None:
         return reason
     for side in (a, b):
         format = format_of(side)
         if isinstance(side, FakeQuantized) and side.values.dtype is not torch.bfloat16:
-            return f"the fake-quantized values of an operand are {str(side.values.dtype).removeprefix('torch.')}"
+            return f"the fake-quantized values of an operand are {dtype_name(side.values.dtype)}"
         if isinstance(format, Format):
             if not format.exact_in_bfloat16:
                 return f"{format} has {format.scale.name} scales: its values are not exact in bfloat16"

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...core import custom_ops, recording
 from ...core.devices import cached, device_capability
 from ...core.kernel import Kernel, Spec
+from ...core.names import dtype_name
 from ...core.tracing import is_traced
 from ...numerics.element_format import ElementFormat
 from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, Format, get_format
@@ -154,7 +155,7 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str 
             f"Triton has no instruction for {left.element.name} with {right.element.name} on sm%d%d" % spec.capability
         )
     if args.out_dtype not in OUT_DTYPES:
-        return f"writes bfloat16, float16 or float32, not {str(args.out_dtype).removeprefix('torch.')}"
+        return f"writes bfloat16, float16 or float32, not {dtype_name(args.out_dtype)}"
     return None
 
 

@@ -17,6 +17,7 @@ from ...core import custom_ops
 from ...core.devices import multiprocessors
 from ...core.explain import LOGS, record
 from ...core.kernel import Kernel, Spec
+from ...core.names import dtype_name
 from ...numerics.formats import FULL, Format, get_format
 from ...numerics.operand import Operand
 from ...numerics.row_scaled import why_not
@@ -75,7 +76,7 @@ def _row_scaling(device: torch.device, out_dtype: torch.dtype) -> str | None:
     if isinstance(scaling, str):
         return scaling
     if out_dtype not in HALVES or out_dtype not in scaling.outputs:
-        return f"writes bfloat16 or float16, not {str(out_dtype).removeprefix('torch.')}"
+        return f"writes bfloat16 or float16, not {dtype_name(out_dtype)}"
     return None
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.names import dtype_name
 from ...numerics.cast import Cast
 from ...numerics.groups import Groups
 from ...numerics.row_scaled import why_not
@@ -51,7 +52,7 @@ def why_not_groups(x: Tensor, cast: Cast, groups: Groups) -> str | None:
     if reason is not None:
         return reason
     if x.dim() != 2 or x.dtype is not torch.bfloat16:
-        return f"casts groups of rows of bfloat16, not {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+        return f"casts groups of rows of bfloat16, not {dtype_name(x.dtype)} {tuple(x.shape)}"
     if groups.block not in PADS or groups.block % cast.format.block[1]:
         return f"pads groups to {', '.join(map(str, PADS))} rows and whole blocks, not to {groups.block}"
     if groups.number > MAX_GROUPS:

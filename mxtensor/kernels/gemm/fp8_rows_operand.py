@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.names import dtype_name
 from ...numerics.cast import Cast
 from ...numerics.element_format import ElementFormat
 from ...numerics.formats import FULL, Rounding
@@ -143,7 +144,7 @@ def why_not_in_one(x: Tensor, cast: Cast) -> str | None:
     if cast.rounding is not Rounding.NEAREST:
         return "rounds to nearest"
     if x.dtype not in SOURCES:
-        return f"not for {str(x.dtype).removeprefix('torch.')}"
+        return f"not for {dtype_name(x.dtype)}"
     return None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Kernel, Spec
+from ...core.names import dtype_name
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
 from ...numerics.swizzle import swizzle_groups
@@ -31,7 +32,7 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: Gemm
 def why_not_groups(scaling: Scaling, groups: int, args: GemmArgs) -> str | None:
     """Why ``torch._scaled_grouped_mm`` cannot give this result of so many groups; None if it can."""
     if args.out_dtype not in scaling.outputs:
-        return f"returns bfloat16, the result is {str(args.out_dtype).removeprefix('torch.')}"
+        return f"returns bfloat16, the result is {dtype_name(args.out_dtype)}"
     if args.alpha != 1 or (args.bias is not None and args.beta != 0):
         return "torch._scaled_grouped_mm rounds the product before an alpha or a bias could be applied"
     if groups > MAX_GROUPS:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.kernel import Kernel, Spec, elsewhere
+from ...core.names import dtype_name
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.derived import cached_value
@@ -58,10 +59,10 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
             "too few for a float32 result"
         )
     if _output(scaling, args, spec.shapes[1][-2]) is None:
-        names = " or ".join(str(d).removeprefix("torch.") for d in scaling.outputs)
+        names = " or ".join(dtype_name(d) for d in scaling.outputs)
         return (
             f"{scaling.name} scaling returns {names} only: this bias, alpha or "
-            f"{str(args.out_dtype).removeprefix('torch.')} result needs a float32 product"
+            f"{dtype_name(args.out_dtype)} result needs a float32 product"
         )
     return None
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...core import devices
 from ...core.devices import cached
+from ...core.names import dtype_name
 from ...numerics.element_format import ElementFormat, ScaleFormat
 from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, FP32, FULL, UE4M3, Format
 from ...numerics.swizzle import round_up, swizzled_shape
@@ -257,7 +258,7 @@ def _check_codes(p: Product) -> None:
         ("b", p.b, s.dtypes[1], 2 if p.ends is None or p.has_groups_of_columns else 3),
     ):
         if t.dtype not in dtypes:
-            names = " or ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+            names = " or ".join(sorted(dtype_name(d) for d in dtypes))
             raise TypeError(f"{name} must hold {names} codes for {s.name} scaling, got {t.dtype}")
         if t.dim() != dims:
             raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(t.shape)}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Kernel, Spec
+from ...core.names import dtype_name
 from ...core.plan import Plan
 from ...core.select import KERNEL_NAMES, perform, plan_for
 from ...core.tracing import is_traced
@@ -122,7 +123,7 @@ def grouped_gemm(
             f"{tuple(ends.shape)}"
         )
     if ends.dtype is not torch.int32:
-        kind = str(ends.dtype).removeprefix("torch.")
+        kind = dtype_name(ends.dtype)
         raise TypeError(f"{op}: the group ends must be int32, got {kind}; convert them with .to(torch.int32)")
     a, b, args = without_lazy_signs(a, b, args)
     spec = _spec(op, a, b, args)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Spec
+from ...core.names import dtype_name
 from ..quantize.triton_common import ceil_div
 from ..runtime import triton_launch
 from ..runtime.triton_launch import device_code, launch, on
@@ -55,7 +56,7 @@ def unknown_size(*tensors: Tensor | None) -> str | None:
     """Why elements are not copied; None if they are."""
     for t in tensors:
         if t is not None and t.dtype.itemsize not in WORDS:
-            return f"copies elements of 1, 2, 4 or 8 bytes, not {str(t.dtype).removeprefix('torch.')}"
+            return f"copies elements of 1, 2, 4 or 8 bytes, not {dtype_name(t.dtype)}"
     return None
 
 
@@ -63,7 +64,7 @@ def not_summed(*tensors: Tensor | None) -> str | None:
     """Why values are not summed; None if they are."""
     for t in tensors:
         if t is not None and t.dtype not in SUMMED:
-            return f"sums bfloat16, float16 and float32, not {str(t.dtype).removeprefix('torch.')}"
+            return f"sums bfloat16, float16 and float32, not {dtype_name(t.dtype)}"
     return None
 
 

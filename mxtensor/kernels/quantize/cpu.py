@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...core import recording
 from ...core.kernel import Kernel, Spec, elsewhere
+from ...core.names import dtype_name
 from ...numerics.cast import Cast
 from ...numerics.elements import decode_elements
 from ...numerics.formats import BLOCK_SIZES, E8M0, FP32, FP32_POW2, FULL, UE4M3, Format, Rounding, ScaleCalculationMode
@@ -162,7 +163,7 @@ def _refuses(spec: Spec, format: Format) -> str | None:
     if spec.traced:
         return "being traced: the reference fuses better"
     if spec.dtype not in KINDS:
-        return f"not for {str(spec.dtype).removeprefix('torch.')}"
+        return f"not for {dtype_name(spec.dtype)}"
     if format.block not in BLOCKS or format.scale not in SCALES:
         return f"not for {format.scale.name} scales of {format.block[0]}x{format.block[1]} blocks"
     built = library()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Kernel, Spec, elsewhere
+from ...core.names import dtype_name
 from ...numerics.cast import Cast
 from ...numerics.formats import E2M1
 from ...numerics.operand import Operand
@@ -50,7 +51,7 @@ def _refuses(spec: Spec, x: Tensor, cast: Cast) -> str | None:
     if format.block not in BLOCKS or format.element is not E2M1:
         return f"not for {format.element.name} in blocks of {format.block[0]}x{format.block[1]}"
     if spec.dtype not in KINDS:
-        return f"not for {str(spec.dtype).removeprefix('torch.')}"
+        return f"not for {dtype_name(spec.dtype)}"
     if x.dim() != 2 and (format.rows_are_blocked or not x.is_contiguous()):
         return "not a matrix, and not contiguous rows"
     if not x.numel() or not has_memory(x):

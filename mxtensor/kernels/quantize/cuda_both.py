@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...core.devices import device_capability
 from ...core.kernel import Spec
+from ...core.names import dtype_name
 from ...numerics.cast import Cast
 from ...numerics.formats import E8M0, UE4M3, Rounding
 from ...numerics.operand import Operand
@@ -44,7 +45,7 @@ def why_not(cast: Cast, dtype: torch.dtype) -> str | None:
     if cast.rounding is not Rounding.NEAREST:
         return "rounds to nearest only"
     if dtype not in TYPES:
-        return f"not for {str(dtype).removeprefix('torch.')}"
+        return f"not for {dtype_name(dtype)}"
     return cast.why_not_plain
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Kernel
+from ...core.names import dtype_name
 from ...core.select import perform
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Orientation
@@ -74,7 +75,7 @@ def cast_pair(
                 f"{cast.format} has a scale for each block: {name} is for formats with one scale per tensor"
             )
         if value.dtype is not torch.float32 or value.numel() != 1:
-            kind = str(value.dtype).removeprefix("torch.")
+            kind = dtype_name(value.dtype)
             raise TypeError(f"{name} must be one float32, got {kind} {tuple(value.shape)}")
         if value.device != x.device:
             raise ValueError(f"{name} is on {value.device}, the values on {x.device}")

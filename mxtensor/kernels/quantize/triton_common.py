@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...core import recording
 from ...core.kernel import Spec
+from ...core.names import dtype_name
 from ...numerics.cast import Cast
 from ...numerics.formats import Format, Rounding
 from ...numerics.operand import Operand
@@ -124,5 +125,5 @@ def refuses(spec: Spec) -> str | None:
     if missing:
         return missing
     if spec.dtype not in SOURCES:
-        return f"not for {str(spec.dtype).removeprefix('torch.')}"
+        return f"not for {dtype_name(spec.dtype)}"
     return exported(spec) or ("the tensor is empty" if 0 in spec.shapes[0] else None)

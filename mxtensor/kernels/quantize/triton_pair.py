@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Spec
+from ...core.names import dtype_name
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format
 from ...numerics.operand import Operand
@@ -49,7 +50,7 @@ def refuses_pair(
     if columnwise is Form.CODES and slow_in_one_pass(cast):
         return "two casts are faster"
     if Form.VALUES in (rowwise, columnwise) and dtype not in SOURCES:
-        return f"not for {str(dtype).removeprefix('torch.')}"
+        return f"not for {dtype_name(dtype)}"
     return cast.why_not_plain or refuses(spec)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.kernel import Spec
+from ...core.names import dtype_name
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format
 from ...numerics.operand import Operand
@@ -227,7 +228,7 @@ def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
 
 def refuses_fake_quantize(spec: Spec, x: Tensor, cast: Cast, dtype: torch.dtype) -> str | None:
     if dtype not in SOURCES:
-        return f"not for {str(dtype).removeprefix('torch.')}"
+        return f"not for {dtype_name(dtype)}"
     return cast.why_not_plain or refuses(spec)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...core import recording
 from ...core.kernel import Kernel, Spec
+from ...core.names import dtype_name
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.formats import Format
@@ -56,10 +57,10 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str 
     if (f.scale, f.block[1]) not in SCALES:
         return f"has no decoder for {f.scale.name} scales of {f.block[0]}x{f.block[1]} blocks"
     if args.out_dtype not in TYPES:
-        return f"writes bfloat16, float16 or float32, not {str(args.out_dtype).removeprefix('torch.')}"
+        return f"writes bfloat16, float16 or float32, not {dtype_name(args.out_dtype)}"
     x = a.values if isinstance(a, FakeQuantized) else a
     if isinstance(x, Tensor) and x.dtype not in HALVES:
-        name = str(x.dtype).removeprefix("torch.")
+        name = dtype_name(x.dtype)
         return f"needs activations in bfloat16 or float16, these are {name}"
     if not isinstance(a, Tensor) and not a.format.exact_in_bfloat16:
         return f"the values of {a.format} are not exact in bfloat16, because its scales are {a.format.scale.name}"
