@@ -31,13 +31,14 @@ from ..kernels.small_m.costs import (
     path_of,
     predict,
     tiles_at_a_time,
+    tiles_of,
     write,
 )  # fmt: skip
 from ..kernels.small_m.heuristics import STAND_INS, fitted, gpu_of, table
 from ..kernels.small_m.shared_memory import Gpu, layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
-from .tune import FEW, FORMATS, call, columns, format_name, graph_time, tiles_of, weights
+from .tune import FEW, FORMATS, call, format_name, graph_time, is_narrow, weights
 
 FITTED = (
     (4096, 4096), (14336, 4096), (4096, 14336), (6144, 5120), (5120, 5120), (2880, 4096), (5120, 2880), (1024, 4096),
@@ -68,7 +69,7 @@ def candidates(format: Format, m: int, casts: bool, capability: tuple[int, int])
         if line.format not in (name, format.name) or (config.whole_x and m > FEW) or (casts and not config.persistent):
             continue
         near = line.m / 2 <= m <= line.m or (config.wgmma and min(line.m, m) >= 64) or max(line.m, m) <= FEW
-        narrow = config.wgmma and config.nt < columns(line.m)[0] and line.m >= m > 8 * config.nt
+        narrow = is_narrow(config, line.m) and line.m >= m > config.cols
         if near or narrow:
             found[fitted(config, m) if config.wgmma and m > 64 else config] = None
     return list(found)
@@ -80,7 +81,7 @@ def products(format: Format, shapes: Sequence[tuple[int, int]], gpu: Gpu) -> Ite
         if casts and m > FEW:
             continue
         for config in candidates(format, m, casts, gpu.capability):
-            most = 2 * tiles_at_a_time(config, gpu) if config.wgmma and config.nt < columns(m)[0] else math.inf
+            most = 2 * tiles_at_a_time(config, gpu) if is_narrow(config, m) else math.inf
             for n, k in shapes:
                 if tiles_of(config, m, n) <= most and layout_of(format, config, m, n, k, gpu):
                     yield m, n, k, config, Cast(format) if casts else None

@@ -25,7 +25,7 @@ from ..kernels.runtime import nvrtc
 from ..kernels.runtime.cuda_macros import RESERVED
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import KINDS, LaunchConfig, registers
-from ..kernels.small_m.costs import tiles_at_a_time
+from ..kernels.small_m.costs import tiles_at_a_time, tiles_of
 from ..kernels.small_m.heuristics import ROWS, WGMMA_CAPABILITY, Measured, gpu_of, path_of, read, write
 from ..kernels.small_m.launch import Weight, launch
 from ..kernels.small_m.shared_memory import Gpu, layout_of
@@ -76,9 +76,9 @@ def columns(rows: int) -> tuple[int, ...]:
     return (least, 24, 32, *narrow) if rows > 128 else (least, *narrow)
 
 
-def tiles_of(config: LaunchConfig, rows: int, n: int) -> int:
-    """Tiles of weight rows by activation rows."""
-    return -(-n // config.rows) * -(-rows // config.cols)
+def is_narrow(config: LaunchConfig, rows: int) -> bool:
+    """Whether a wgmma config has narrower tiles than this number of activation rows needs."""
+    return config.wgmma and config.nt < columns(rows)[0]
 
 
 def one_wave(config: LaunchConfig, rows: int, n: int, gpu: Gpu) -> bool:
@@ -108,7 +108,7 @@ def wgmma(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConf
             continue
         if (split in (3, 6) and not reduce_global) or (reduce_dsmem and config.cols % split):
             continue
-        narrow = nt < columns(rows)[0]
+        narrow = is_narrow(config, rows)
         if narrow and ((stages, ahead) not in NARROW_IN_FLIGHT or reduce_dsmem != (split > 1)):
             continue
         filled = tiles_of(config, rows, n) * split >= 0.6 * gpu.multiprocessors

@@ -51,6 +51,11 @@ def tiles_at_a_time(config: LaunchConfig, gpu: Gpu) -> int:
     return config.blocks * (gpu.multiprocessors // split if config.reduce_global else gpu.clusters_of(split))
 
 
+def tiles_of(config: LaunchConfig, m: int, n: int) -> int:
+    """Tiles of n weight rows by m activation rows."""
+    return -(-n // config.rows) * -(-m // config.cols)
+
+
 def features(config: LaunchConfig, m: int, n: int, k: int, format: Format, gpu: Gpu) -> tuple[float, ...]:
     """What the coefficients are multiplied by, for a product (m, k) by (n, k)^T.
 
@@ -62,7 +67,7 @@ def features(config: LaunchConfig, m: int, n: int, k: int, format: Format, gpu: 
         blocks = min(tiles, max(1, gpu.multiprocessors * config.persistent // config.split))
         most = -(-tiles // blocks)
         return 1.0, -(-most // config.wr) * -(-steps // config.wk), megabytes, 0.0, 0.0, k / 1024
-    waves = -(-tiles * -(-m // config.cols) // max(1, tiles_at_a_time(config, gpu)))
+    waves = -(-tiles_of(config, m, n) // max(1, tiles_at_a_time(config, gpu)))
     return 1.0, waves * steps, megabytes, waves, waves * steps if config.wgmma and k % 128 else 0.0, 0.0
 
 

@@ -11,7 +11,7 @@ from mxtensor.kernels.small_m import costs, heuristics
 from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.kernels.small_m.heuristics import Measured, choose_config, gpu_of, table
 from mxtensor.report.costs import FITTED, HELD_OUT, check, fit, lent, main, products, read_times, updated, write_times
-from mxtensor.report.tune import columns, tiles_of
+from mxtensor.report.tune import is_narrow
 
 CPU = torch.device("cpu")
 GPU = gpu_of(CPU)
@@ -94,11 +94,9 @@ def test_a_format_borrows_the_costs_of_configs_that_it_was_not_timed_with():
 @pytest.mark.parametrize("m", [64, 512])
 def test_tiles_narrower_than_the_rows_are_tried_for_weights_so_small_that_two_waves_do(m):
     tried = list(products(MXFP8, [(512, 2880), (28672, 8192)], GPU))
-    narrow = {
-        (n, config) for rows, n, _, config, _ in tried if rows == m and config.wgmma and config.nt < columns(m)[0]
-    }
+    narrow = {(n, config) for rows, n, _, config, _ in tried if rows == m and is_narrow(config, m)}
     assert {n for n, _ in narrow} == {512}
-    assert all(tiles_of(config, m, n) <= 2 * costs.tiles_at_a_time(config, GPU) for n, config in narrow)
+    assert all(costs.tiles_of(config, m, n) <= 2 * costs.tiles_at_a_time(config, GPU) for n, config in narrow)
 
 
 def test_clusters_that_do_not_run_at_a_time_and_rows_of_no_whole_chunks_take_longer():
