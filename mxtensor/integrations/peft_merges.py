@@ -63,6 +63,16 @@ class Before:
 
 _before: weakref.WeakValueDictionary[int, Before] = weakref.WeakValueDictionary()
 """The id of a weight -> its codes of before, which the layers hold."""
+
+
+def _codes_of_before(weight: MXTensor) -> Before:
+    """The codes of ``weight`` before the first merge into it, copied at that merge alone."""
+    found = _before.get(id(weight))
+    if found is None:
+        found = _before[id(weight)] = Before(weight)
+    return found
+
+
 _hooked: set[tuple[type, str]] = set()
 
 
@@ -137,7 +147,7 @@ def _saving(merge: Callable[..., Any]) -> Callable[..., Any]:
         if BEFORE in vars(self):  # the sum of all is rounded once
             self.unmerge()
             names = [*done, *(name for name in names if name not in done)]
-        setattr(self, BEFORE, [_before.setdefault(id(w), Before(w)) for _, _, w in _places(self)])
+        setattr(self, BEFORE, [_codes_of_before(weight) for _, _, weight in _places(self)])
         try:
             with _in_high_precision(self):
                 return merge(self, safe_merge, names)

@@ -41,9 +41,8 @@ def dtype_of(model: nn.Module, name: str) -> torch.dtype:
     """
     module, leaf, _ = place(model, name)
     own: torch.dtype = getattr(module, leaf).dtype
-    plan_of = getattr(
-        model, "_get_dtype_plan", None
-    )  # what transformers itself asks when it loads; it has no public name
+    # What transformers itself asks when it loads; it has no public name.
+    plan_of = getattr(model, "_get_dtype_plan", None)
     plan: dict[str, torch.dtype] = {} if plan_of is None else plan_of(own)
     return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), name)), own)
 

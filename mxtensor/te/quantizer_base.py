@@ -35,7 +35,7 @@ from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.rotated import RotatedTensor
 from ..tensor.stored import rotated_shape
-from ..tensor.te_attributes import NOOP_FLAG
+from ..tensor.te_attributes import NOOP_FLAG, is_noop
 
 Q = TypeVar("Q", bound="Quantizer")
 
@@ -133,7 +133,7 @@ class Quantizer:
     def update_quantized(self, src: Tensor, dst: MXTensor, *, noop_flag: Tensor | None = None) -> MXTensor:
         """Quantize ``src`` in place into every copy of ``dst``; returns ``dst``.
 
-        ``noop_flag``: one number; unless it is zero, nothing is written. A GPU is waited for.
+        ``noop_flag``: one number; unless it is zero, nothing is written. On a GPU, reading it synchronizes.
         Raises TypeError if ``dst`` is not an MXTensor, ValueError if it has another format, shape or rotation.
         """
         check(type(self).__name__, "src", src, TENSOR)
@@ -145,7 +145,7 @@ class Quantizer:
                 f"({tuple(src.shape)}, dtype={dst.dtype})"
             )
         check(type(self).__name__, "noop_flag", noop_flag, NOOP_FLAG)
-        if noop_flag is not None and bool(noop_flag.any()):
+        if is_noop(noop_flag):
             return dst
         rotated_copy = dst._rotated
         if (rotated_copy.signs if rotated_copy else self.signs) != self.signs or (

@@ -26,6 +26,11 @@ NOOP_FLAG = optional(
 )
 
 
+def is_noop(flag: Tensor | None) -> bool:
+    """Whether a ``noop_flag`` is set. On a GPU this synchronizes."""
+    return flag is not None and bool(flag.any())
+
+
 def _elsewhere(instead: str) -> Any:
     return Elsewhere(instead, "TransformerEngine")
 
@@ -56,7 +61,7 @@ class TransformerEngineAttributes(TorchAOAttributes):
         """Quantize ``tensor`` in place into every copy, without a gradient; returns this tensor.
 
         It is ``copy_`` for a tensor of the same shape. ``noop_flag``: one number; unless it is zero, nothing is
-        written, and a GPU is waited for. Raises ValueError for another shape.
+        written; on a GPU, reading it synchronizes. Raises ValueError for another shape.
         """
         check("quantize_", "tensor", tensor, TENSOR)
         check("quantize_", "noop_flag", noop_flag, NOOP_FLAG)
@@ -64,7 +69,7 @@ class TransformerEngineAttributes(TorchAOAttributes):
             raise ValueError(
                 f"quantize_: the tensor is {tuple(tensor.shape)}, this one {tuple(self.shape)}; pass one of its shape"
             )
-        if noop_flag is None or not bool(noop_flag.any()):
+        if not is_noop(noop_flag):
             with torch.no_grad():
                 self.copy_(tensor)
         return self
