@@ -134,7 +134,8 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
         return
     arm = ARMS[task.arm]
     settings = Settings(task.arm, False, study.size, task.seed, study.device, digest, study.steps)
-    run = ArmRun.with_recipe(settings, None if arm.recipe is None else arm.recipe())
+    recipe = None if arm.recipe is None else arm.recipe()
+    run = ArmRun.with_recipe(settings, recipe, unquantized_blocks=arm.blocks)
     run.arm = arm
     if study.compiled:
         run.compile()

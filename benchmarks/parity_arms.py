@@ -33,6 +33,8 @@ class Arm:
     """The product kernel that all products must take; None: the one that mxtensor chooses."""
     last: float = 0.0
     """The share of the steps, at the end, that run unquantized."""
+    blocks: int = 0
+    """The last blocks of the model that stay unquantized."""
 
 
 def _mxfp8_floor() -> MXFP8BlockScaling:
@@ -79,6 +81,9 @@ ARMS: dict[str, Arm] = {
     ),
     "nvfp4-1d": Arm("NVFP4 without tiles of weights", partial(NVFP4BlockScaling, disable_2d_quantization=True)),
     "nvfp4-last-bf16": Arm(f"NVFP4, the last {LAST:.0%} of the steps in bfloat16", NVFP4BlockScaling, last=LAST),
+    "nvfp4-two-blocks": Arm(
+        "the same, and the last two blocks in bfloat16 in all steps", NVFP4BlockScaling, last=LAST, blocks=2
+    ),
     "mxfp4": Arm("stochastic rounding", MXFP4BlockScaling),
     "mxfp4-rotation": Arm("MXFP4 with the rotation of NVFP4", _mxfp4_rotated),
     "mxfp4-nearest": Arm("MXFP4 without stochastic rounding", partial(MXFP4BlockScaling, stochastic_rounding=False)),

@@ -14,6 +14,7 @@ Figures = Iterable[tuple[str, float]]
 MXFP8, EXACT = "mxfp8", "mxfp8-dequant"
 NVFP4 = "nvfp4-last-bf16"
 """With all ingredients."""
+TWO_BLOCKS = "nvfp4-two-blocks"
 
 
 def _percent(arm: str, results: Sequence[Result], loss: Loss = HELD_OUT) -> Figures:
@@ -46,6 +47,7 @@ QUALITY = (
     Target("MXFP8, distance from bf16 [spread of seeds]", "<=", 2.0, lambda rows: _spreads(MXFP8, BASE, rows)),
     Target("MXFP8, distance from bf16 on the whole held-out text [%]", "<=", 0.3, lambda r: _percent(MXFP8, r, WHOLE)),
     Target("NVFP4 with all ingredients, distance from bf16 [%]", "<=", 1.0, lambda rows: _percent(NVFP4, rows)),
+    Target("the same with two blocks in bf16 [%]", "<=", 1.0, lambda rows: _percent(TWO_BLOCKS, rows)),
     Target(
         "FP8 tensor cores, distance from dequantized values [spread of seeds]", "<=", 1.0,
         lambda rows: _spreads(MXFP8, EXACT, rows),

@@ -78,14 +78,20 @@ class Run:
         return cls.with_recipe(settings, recipe_of(settings.recipe), ranks)
 
     @classmethod
-    def with_recipe(cls, settings: Settings, recipe: Recipe | LinearRecipe | None, ranks: Ranks = ALONE) -> Self:
+    def with_recipe(
+        cls, settings: Settings, recipe: Recipe | LinearRecipe | None, ranks: Ranks = ALONE, unquantized_blocks: int = 0
+    ) -> Self:
         """Start a run with this recipe; None: unquantized. Sets torch's seed, so that runs with different recipes start
-        with the same weights and text."""
+        with the same weights and text. ``unquantized_blocks``: so many of the last blocks stay unquantized; the first
+        does not."""
         torch.manual_seed(settings.seed)
         size = SIZES[settings.size]
         model = GPT(size).to(settings.device)
         if recipe is not None:
-            mx.quantize_(model, recipe, is_linear if settings.quantize_all else paper_layers)
+            wanted = is_linear if settings.quantize_all else paper_layers
+            first = max(1, size.layers - unquantized_blocks)
+            left_out = tuple(f"blocks.{i}." for i in range(first, size.layers))
+            mx.quantize_(model, recipe, lambda module, fqn: wanted(module, fqn) and not fqn.startswith(left_out))
         ranks.shard(model, model.blocks, settings.device)
         groups = [{"params": group} for group in by_mesh(model.parameters())]
         optimizer = torch.optim.AdamW(groups, size.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

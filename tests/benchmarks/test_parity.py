@@ -167,9 +167,21 @@ def test_the_sizes_have_the_parameters_of_the_study():
 
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_has_a_recipe_of_its_own(name):
-    made = [(None if arm.recipe is None else str(key_of(arm.recipe())), arm.kernel, arm.last) for arm in ARMS.values()]
+    made = [
+        (None if arm.recipe is None else str(key_of(arm.recipe())), arm.kernel, arm.last, arm.blocks)
+        for arm in ARMS.values()
+    ]
     assert len(set(made)) == len(made)
     assert (ARMS[name].recipe is None) == (name == BASE)
+
+
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("blocks, quantized", [(0, 4), (2, 2), (9, 1)])
+def test_the_last_blocks_of_an_arm_stay_unquantized(blocks, quantized):
+    settings = parity.Settings("nvfp4", False, "small", 0, "cpu", "", 1)
+    run = parity.ArmRun.with_recipe(settings, ARMS["nvfp4"].recipe(), unquantized_blocks=blocks)
+    found = {fqn.split(".")[1] for fqn in parity.quantized_weights(run.model)}
+    assert found == {str(i) for i in range(quantized)}
 
 
 def key_of(recipe):

@@ -218,14 +218,20 @@ def row_cast(name: str, dtype: torch.dtype, cols: int) -> None:
 
 def both_rows(name: str, rows: int, cols: int, rowwise: bool = True) -> None:
     """``rows_of_both`` of a matrix of this size."""
-    fp8_rows_both.rows_of_both(values(rows, cols, BF16), Cast.of(name), rowwise)
+    fp8_rows_both.rows_of_both(values(rows, cols, BF16), cast_named(name), rowwise)
+
+
+def cast_named(name: str) -> Cast:
+    """The cast to a format; "mxfp4 stochastic" rounds stochastically."""
+    format, _, rounding = name.partition(" ")
+    return Cast.of(format, rounding=rounding or "nearest", seed=3 if rounding else None)
 
 
 def both_of_matrices(name: str, rows: int, cols: int, groups: int, rowwise: bool = True) -> None:
     """``rows_of_both`` of a stack of four matrices, or ``rows_of_groups``."""
     if groups:
         layout = Groups(of((groups,), torch.int32), rows, 32)
-        fp8_rows_both.rows_of_groups(values(rows, cols, BF16), Cast.of(name), layout, rowwise)
+        fp8_rows_both.rows_of_groups(values(rows, cols, BF16), cast_named(name), layout, rowwise)
     else:
         fp8_rows_both.rows_of_both(of((4, rows, cols), BF16), Cast.of(name), rowwise)
 
@@ -353,6 +359,11 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16 rows of both": (lambda: both_rows("mxfp8", 4096, 4096), True),
     "mxfp8 bf16 rows of both tail": (lambda: both_rows("mxfp8", 4112, 4080), True),
     "mxfp8_e5m2 bf16 rows of the transpose": (lambda: both_rows("mxfp8_e5m2", 4096, 4096, False), False),
+    "mxfp4 bf16 rows of both": (lambda: both_rows("mxfp4", 4096, 4096), True),
+    "mxfp4 bf16 stochastic rows of both": (lambda: both_rows("mxfp4 stochastic", 4096, 4096), False),
+    "mxfp6_e3m2 bf16 rows of both tail": (lambda: both_rows("mxfp6_e3m2", 4112, 4080), True),
+    "mxfp6 bf16 rows of groups": (lambda: both_of_matrices("mxfp6", 4096, 4096, 64), True),
+    "mxfp4 bf16 stochastic rows of groups": (lambda: both_of_matrices("mxfp4 stochastic", 4096, 4080, 8), False),
     "mxfp8 bf16 rows of a stack": (lambda: both_of_matrices("mxfp8", 2048, 4096, 0), True),
     "mxfp8 bf16 rows of a stack tail": (lambda: both_of_matrices("mxfp8", 1040, 4080, 0, False), True),
     "mxfp8 bf16 rows of groups": (lambda: both_of_matrices("mxfp8", 4096, 4096, 64), True),

@@ -210,7 +210,7 @@ def fp8_rows_stored_mm(
     left = _check_side(op, a, get_format(a_format), shape[-1])
     matrix = matrix_of(operand)
     _check_result(op, left.codes, bias, matrix.shape[0], out_dtype)
-    codes, row_scale, beyond = fp8_rows_cache.weight_rows(operand, matrix, left.shape[0], in_graph=True)
+    codes, row_scale, beyond = fp8_rows_cache.weight_rows(operand, matrix, in_graph=True)
     right = RowOperand(codes, row_scale, beyond, matrix.scale, weight, (matrix.shape[0], matrix.shape[1]))
     return multiply(left, right, None if bias is None else bias.contiguous(), out_dtype)
 
@@ -227,8 +227,8 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def row_operand(side: Operand | Unquantized | RowOperand, traced: bool, weight: bool, rows: int) -> RowOperand:
-    """One side of the product; ``weight``: it may be cached, for a product of so many rows."""
+def row_operand(side: Operand | Unquantized | RowOperand, traced: bool, weight: bool) -> RowOperand:
+    """One side of the product; ``weight``: it may be cached."""
     if isinstance(side, RowOperand):
         return side
     if isinstance(side, Unquantized):
@@ -244,9 +244,9 @@ def row_operand(side: Operand | Unquantized | RowOperand, traced: bool, weight: 
         check_sizes(side)
     matrix = matrix_of(side)
     if traced:
-        made = operand_to_rows(matrix.data, matrix.scale, matrix.format.name, matrix.shape[1])
+        made = operand_to_rows(matrix.data, matrix.scale, matrix.format.name, matrix.shape[1], False)
     elif weight:
-        made = fp8_rows_cache.weight_rows(side, matrix, rows)
+        made = fp8_rows_cache.weight_rows(side, matrix)
     else:
         made = rows_of_operand(matrix, 1)
     codes, row_scale, beyond = made
@@ -268,13 +268,13 @@ def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor
     assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     shape = (*a.shape[:-1], b.shape[-2])
     rows = math.prod(a.shape[:-1])
-    left = row_operand(a, traced, False, rows)
+    left = row_operand(a, traced, False)
     bias = None if args.bias is None or args.beta == 0 else args.bias
     if traced and isinstance(a, Unquantized) and isinstance(b, Operand) and rows < fp8_rows_cache.ON_THE_FLY:
         side, names = [left.codes, left.row_scale, left.beyond, left.scale], (left.format.name, b.format.name)
         out = fp8_rows_stored_mm(side, b.data, b.scale, *names, list(b.shape), bias, args.out_dtype)
         return out if len(shape) == 2 else out.view(shape)  # type: ignore[no-any-return]
-    right = row_operand(b, traced, True, rows)
+    right = row_operand(b, traced, True)
     if traced:
         sides = [[side.codes, side.row_scale, side.beyond, side.scale] for side in (left, right)]
         names = left.format.name, right.format.name

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from ...core.names import dtype_name
 from ...numerics.cast import Cast
+from ...numerics.formats import Rounding
 from ...numerics.groups import Groups
 from ...numerics.row_scaled import why_not
 from ..quantize import triton_tiles as tiles
-from ..quantize.triton_common import ceil_div, code_of, in_pairs, power_above, rows_of
+from ..quantize.triton_common import ceil_div, code_of, in_pairs, power_above, rows_of, seed_of
 from ..runtime.triton_launch import device_code, launch, on, zeros
-from .fp8_rows_operand import constants_of, rows_of_values, why_not_in_one
+from .fp8_rows_operand import constants_of, rows_of_values, why_not_along_rows
 from .row_operand import INNER, RowOperand, sections
 from .scaled_mm_contract import MAX_GROUPS
-from .spec import GemmOperand, Unquantized
 
 PADS = (32, 64, 128)
 """Rows to which groups may be padded: a tile of rows is a multiple."""
@@ -36,11 +36,13 @@ Pair = tuple[RowOperand | None, RowOperand | None]
 def why_not_both(x: Tensor, cast: Cast) -> str | None:
     """Why the row-scaled operands of a matrix and of its transpose cannot be cast in two passes; None if they can."""
     format = cast.format
-    reason = why_not(format) or why_not_in_one(x, cast)
+    reason = why_not(format) or why_not_along_rows(x, cast)
     if reason is not None:
         return reason
-    if format.element.bits != 8 or format.block[1] < 32:
-        return f"casts 8-bit elements in blocks of 32 or more, not {format}"
+    if format.block[1] < 32:
+        return f"casts blocks of 32 values or more, not {format}"
+    if cast.rounding is Rounding.STOCHASTIC and (format.element.bits == 8 or x.dtype is not torch.bfloat16):
+        return f"rounds bfloat16 to fewer than 8 bits stochastically, not {dtype_name(x.dtype)} to {format}"
     if x.dim() not in (2, 3) or x.shape[-2] % INNER or x.shape[-1] % INNER or 0 in x.shape:
         return f"needs a matrix of multiples of {INNER} rows and columns or a stack of them, not {tuple(x.shape)}"
     return None
@@ -114,6 +116,7 @@ def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand
     x = x if in_pairs(x) else x.contiguous()
     (rows, cols), device, words = x.shape, x.device, x.shape[1] // 2
     code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
+    seed = seed_of(cast, device)
     extremes = zeros(rows + matrices.number * cols, device)
     of_columns, of_rows = extremes[: matrices.number * cols], extremes[matrices.number * cols :]
     high, wide, warps = tiles.EXTREMES
@@ -141,7 +144,7 @@ def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand
             device_code("row_scaled_both.cast_both_to_rows"),
             matrices.programs(high) * ceil_div(words, wide),
             (
-                x, of_rows, of_columns, *components, *column[:4], *given, words, x.stride(0) // 2, words,
+                x, of_rows, of_columns, *components, *column[:4], seed, *given, words, x.stride(0) // 2, words,
                 ceil_div(cols, block), ceil_div(length, block), length // INNER, matrices.blocks,
             ),
             (code, constants, spans, wide, row is not None, *even(high, wide), matrices.pad, matrices.power),
@@ -154,14 +157,3 @@ def _alone(x: Tensor, cast: Cast) -> RowOperand:
     out = empty_operand(tuple(x.shape), cast, x.device)
     rows_of_values(x, cast, any_distance=True, into=out[:4])
     return out
-
-
-def wants_rows(a: GemmOperand, b: GemmOperand) -> bool:
-    """Whether operands that still need a cast are best cast to the row-scaled form."""
-
-    def fits(side: GemmOperand) -> bool:
-        if isinstance(side, Unquantized):
-            return side.x.dim() == 2 and why_not_both(side.x, side.cast) is None
-        return isinstance(side, RowOperand)
-
-    return fits(a) and fits(b)

@@ -10,6 +10,7 @@ weight is seen), until the weight is used outside the graph.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +31,10 @@ from .fp8_rows_operand import ROWS, Rows, matrix_of, rows_of_operand
 Made = TypeVar("Made")
 
 ON_THE_FLY = 4096
-"""Rows of activations from which the form is made for each product, unless it is cached: a tenth of its time."""
+"""Rows of activations from which a compiled graph makes the form in each call, which is a tenth of the time of the
+product: its weight may be cast in the graph."""
 SHARE = 8
-"""The cache takes at most this part of the memory of a device."""
+"""The cache takes at most this part of the memory of a device, and leaves as much free."""
 
 _bytes: dict[torch.device, int] = {}
 """Bytes of the forms that are cached now."""
@@ -42,6 +44,14 @@ _bytes: dict[torch.device, int] = {}
 def _budget(device: torch.device) -> int:
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1 << 34
     return int(memory) // SHARE
+
+
+def _free(device: torch.device) -> float:
+    """Bytes of the device that are not in use."""
+    if device.type != "cuda":
+        return math.inf
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _release(device: torch.device, size: int) -> None:
@@ -59,7 +69,7 @@ class _Form:
         """Count the memory of the form until it is freed; False if there is too little for it."""
         device, size = self.rows[0].device, sum(t.nbytes for t in self.rows)
         used = _bytes.get(device, 0) + size
-        if used > _budget(device):
+        if used > _budget(device) or _free(device) < _budget(device):
             return False
         _bytes[device] = used
         weakref.finalize(self.rows[0], _release, device, size).atexit = False
@@ -67,17 +77,17 @@ class _Form:
 
     def update(self, operand: Operand) -> None:
         """Make the form again in its memory."""
-        rows_of_operand(operand, ROWS, self.rows)
+        rows_of_operand(operand, ROWS, into=self.rows)
         self.version = operand.data._version
 
 
-def weight_rows(operand: Operand, matrix: Operand, rows: int, in_graph: bool = False) -> Rows:
-    """``rows_of_operand`` of a weight for a product with so many rows; ``matrix`` is the operand as a matrix.
+def weight_rows(operand: Operand, matrix: Operand, in_graph: bool = False) -> Rows:
+    """``rows_of_operand`` of a weight; ``matrix`` is the operand as a matrix.
 
     ``in_graph``: for a compiled graph, whose first call may allocate from memory that is not to stay in use.
     """
     tensors = operand.data, operand.scale, matrix.data, matrix.scale
-    return recording.call(_weight_rows, *tensors, operand.format, operand.shape, matrix.shape[0], rows, in_graph)
+    return recording.call(_weight_rows, *tensors, operand.format, operand.shape, matrix.shape[0], in_graph)
 
 
 def is_known(operand: Operand) -> bool:
@@ -104,7 +114,7 @@ def _captured(operand: Operand, stays: bool) -> _Form | None:
 
 def _weight_rows(
     data: Tensor, scale: Tensor, flat: Tensor, flat_scale: Tensor, format: Format, shape: tuple[int, ...], high: int,
-    rows: int, in_graph: bool,
+    in_graph: bool,
 ) -> Rows:  # fmt: skip
     """The form of a weight (data, scale) of ``shape``, whose matrix of ``high`` rows is (flat, flat_scale)."""
     matrix = Operand(flat, flat_scale, None, format, (high, shape[-1]))
@@ -121,7 +131,7 @@ def _weight_rows(
     layout = _layout(data, format, shape)
     form: _Form | None = known_value(scale, layout)
     if form is None:
-        form = cached_value(scale, layout, make, _Form.may_stay if rows < ON_THE_FLY else _never)
+        form = cached_value(scale, layout, make, _Form.may_stay)
     elif form.version != data._version:
         form.update(matrix)
     return form.rows
@@ -141,7 +151,3 @@ def _elsewhere(make: Callable[[], Made]) -> Made:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
-
-
-def _never(made: _Form) -> bool:
-    return False

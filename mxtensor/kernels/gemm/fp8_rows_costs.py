@@ -19,7 +19,7 @@ from ...numerics.formats import Format
 from ...numerics.operand import Operand
 from ..small_m import kernel as small_m
 from ..small_m.heuristics import expected_time, most_rows
-from .fp8_rows_both import wants_rows
+from .fp8_rows_by_codes import wants_rows
 from .fp8_rows_cache import ON_THE_FLY, is_known
 from .spec import GemmArgs, GemmOperand, Unquantized, data_of
 
@@ -85,7 +85,8 @@ def slower(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | 
     if spec.op in FRESH and wants_rows(a, b):
         ours, theirs = fp8_rows_in_training(rows, width, cols), dequant_in_training(rows, width, cols)
         return None if ours <= theirs else _slower_than("dequant", theirs, ours)
-    cached = spec.op not in FRESH and rows < ON_THE_FLY and (spec.traced or _is_or_will_be_cached(b))
+    will_be = rows < ON_THE_FLY if spec.traced else _is_or_will_be_cached(b)
+    cached = spec.op not in FRESH and will_be
     ours = fp8_rows(rows, width, cols, left, right, isinstance(a, Unquantized), cached)
     name, theirs = "dequant", dequant(rows, width, cols, right)
     if rows <= most_rows(spec.capability) and small_m.KERNEL.refuses(spec, a, b, args) is None:

@@ -1,9 +1,9 @@
 """``fp8_rows`` for groups: row-scaled E4M3 through torch's or Triton's grouped product, one for a stack of weights.
 
-For operands that are cast for training, in 8-bit elements. Their blocks may be any distance apart
-(``numerics/row_scaled.py``), so that only rows with values of about 2^63 or more are beyond the bound. There is no
-exact product of groups that would be written over them: such a row gives NaN. Codes that were stored may have such
-rows for other reasons, and are left to other kernels.
+For operands that are cast for training. Their blocks may be any distance apart (``numerics/row_scaled.py``), so that
+only rows with values of about 2^63 or more are beyond the bound. There is no exact product of groups that would be
+written over them: such a row gives NaN. Codes that were stored may have such rows for other reasons, and are left to
+other kernels.
 
 A row of the columnwise copies has a scale for each group.
 """
@@ -16,12 +16,11 @@ from torch import Tensor
 from ...core.kernel import Kernel, Spec
 from ...numerics.formats import Format
 from ...numerics.groups import Groups
-from ...numerics.row_scaled import why_not
 from ..quantize.select_pair import cast_pair
 from ..runtime import triton_launch
 from ..runtime.availability import exported
 from .fp8_rows import MIN_ROWS
-from .fp8_rows_both import why_not_both
+from .fp8_rows_by_codes import why_not_rows
 from .fp8_rows_groups_mm import multiply, scaling_of
 from .row_operand import INNER, RowOperand
 from .scaled_grouped_mm import why_not_groups
@@ -39,7 +38,7 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, count: int, args: GemmA
         if not isinstance(format, Format) or not isinstance(side, Unquantized):
             return "multiplies operands that are cast for it in training"
         one = side.x if side.x.dim() == 2 else side.x.select(0, 0)
-        reason = why_not(format) or why_not_both(one, side.cast)
+        reason = why_not_rows(one, side.cast)
         if reason is not None:
             return reason
     scaling = scaling_of(spec.device)

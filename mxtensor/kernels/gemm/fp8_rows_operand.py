@@ -107,8 +107,9 @@ def matrix_of(operand: Operand) -> Operand:
     return Operand(data, scale, None, operand.format, (data.shape[0], operand.shape[-1]))
 
 
-def rows_of_operand(operand: Operand, multiple: int, into: Rows | None = None) -> Rows:
-    """(codes, row scales, marks) of a matrix, with rows padded to a multiple. ``into``: memory for them."""
+def rows_of_operand(operand: Operand, multiple: int, any_distance: bool = False, into: Rows | None = None) -> Rows:
+    """(codes, row scales, marks) of a matrix, with rows padded to a multiple. ``any_distance``: see ``row_scaled``;
+    ``into``: memory for them."""
     format, (rows, cols) = operand.format, operand.shape
     data, scale, device = operand.data.view(torch.uint8), operand.scale, operand.data.device
     whole = round_up(rows, multiple)
@@ -116,6 +117,7 @@ def rows_of_operand(operand: Operand, multiple: int, into: Rows | None = None) -
     code = format_code(format, triton_launch.instructions_of(device), False)
     block_rows, block_cols = (0 if b == FULL else b for b in format.block)
     columns, one, warps = _tile(OPERAND, codes.shape[1])
+    constants = constants_of(format.element, device)._replace(any_distance=any_distance)
     with on(device):
         launch(
             device_code("row_scaled.operand_to_rows"),
@@ -125,7 +127,7 @@ def rows_of_operand(operand: Operand, multiple: int, into: Rows | None = None) -
                 codes.shape[1],
             ),
             (
-                code, constants_of(format.element, device), block_rows, block_cols,
+                code, constants, block_rows, block_cols,
                 min(block_cols or ROW_GROUP, ROW_GROUP), 1, columns, one,
             ),
             warps,
@@ -136,16 +138,20 @@ def rows_of_operand(operand: Operand, multiple: int, into: Rows | None = None) -
 # ---------------------------------------------------------------------------------------------- from values
 
 
-def why_not_in_one(x: Tensor, cast: Cast) -> str | None:
-    """Why values cannot be cast to rows in one kernel; None if they can."""
+def why_not_along_rows(x: Tensor, cast: Cast) -> str | None:
+    """Why the kernels cannot read these values and blocks; None if they can."""
     format = cast.format
     if format.block[0] != 1 or format.block[1] not in (16, 32, 64, 128):
         return f"casts blocks along rows, not those of {format}"
-    if cast.rounding is not Rounding.NEAREST:
-        return "rounds to nearest"
     if x.dtype not in SOURCES:
         return f"not for {dtype_name(x.dtype)}"
     return None
+
+
+def why_not_in_one(x: Tensor, cast: Cast) -> str | None:
+    """Why values cannot be cast to rows in one kernel; None if they can."""
+    reason = why_not_along_rows(x, cast)
+    return "rounds to nearest" if reason is None and cast.rounding is not Rounding.NEAREST else reason
 
 
 Components = tuple[Tensor, Tensor, Tensor, Tensor]

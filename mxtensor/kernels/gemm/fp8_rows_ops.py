@@ -8,7 +8,7 @@ from torch import Tensor
 from ...core import custom_ops
 from ...core.kernel import Kernel, Spec
 from ...numerics.cast import Cast
-from ...numerics.formats import get_format
+from ...numerics.formats import Rounding, get_format
 from ...numerics.groups import Groups
 from ...numerics.row_scaled import why_not
 from ..quantize.triton_common import SOURCES, refuses
@@ -25,7 +25,7 @@ from .spec import Form
 
 @custom_ops.define("mxtensor::operand_to_rows")
 @recorded
-def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int) -> list[Tensor]:
+def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int, any_distance: bool) -> list[Tensor]:
     """``rows_of_operand`` of a matrix: codes, row scales, marks of rows beyond the bound."""
     op, row = "mxtensor::operand_to_rows", get_format(format)
     operand = check_codes(op, data, scale, None, row, (data.shape[0], cols))
@@ -33,7 +33,7 @@ def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int) -> list
     reason = why_not(row)
     if reason is not None or 0 in operand.shape:
         raise ValueError(f"{op}: {reason or f'no values in {operand.shape}'}")
-    return list(rows_of_operand(matrix_of(operand), 1))
+    return list(rows_of_operand(matrix_of(operand), 1, any_distance))
 
 
 def _fake_rows(x: Tensor, rows: int, cols: int) -> list[Tensor]:
@@ -42,7 +42,7 @@ def _fake_rows(x: Tensor, rows: int, cols: int) -> list[Tensor]:
 
 
 @custom_ops.fake_of(operand_to_rows)
-def _(data, scale, format, cols):  # type: ignore[no-untyped-def]
+def _(data, scale, format, cols, any_distance):  # type: ignore[no-untyped-def]
     return _fake_rows(data, data.shape[0], cols)
 
 
@@ -130,33 +130,42 @@ def _refuses(
     return refuses(spec) or why_not_both(x, cast)
 
 
-def _is_transposed(x: Tensor) -> bool:
-    """Whether x is a transposed view, whose rows are the columns of what its memory holds."""
-    return x.dtype is torch.bfloat16 and x.stride(-1) != 1 and x.stride(-2) == 1
+def _is_transposed(x: Tensor, cast: Cast) -> bool:
+    """Whether x is a transposed view, whose rows are best cast as the columns of what its memory holds. Random numbers
+    belong to rows or to columns."""
+    transposed = x.dtype is torch.bfloat16 and x.stride(-1) != 1 and x.stride(-2) == 1
+    return transposed and cast.rounding is not Rounding.STOCHASTIC
+
+
+def _takes_both(cast: Cast, columnwise: Form | None) -> bool:
+    """Whether the cast that makes both operands runs; that of rows alone rounds to nearest."""
+    return columnwise is not None or cast.rounding is Rounding.STOCHASTIC
 
 
 def _run(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
-    if _is_transposed(x):
+    if _is_transposed(x, cast):
         column, row = rows_of_both(x.mT, cast, columnwise is not None)
         return row if rowwise is not None else None, column
-    if columnwise is not None:
-        return rows_of_both(x, cast, rowwise is not None)
+    if _takes_both(cast, columnwise):
+        row, column = rows_of_both(x, cast, rowwise is not None)
+        return row, column if columnwise is not None else None
     codes, row_scale, beyond, scale = rows_of_values(x, cast, any_distance=True)
     return RowOperand(codes, row_scale, beyond, scale, cast.format, tuple(x.shape)), None
 
 
 def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
     x, arguments, format = x.detach(), cast_arguments(cast), cast.format
-    if _is_transposed(x):
+    if _is_transposed(x, cast):
         column, row = _run_traced(x.mT, cast, columnwise, Form.ROWS)
         return row if rowwise is not None else None, column
     shape = tuple(x.shape)
-    if columnwise is None:
+    if not _takes_both(cast, columnwise):
         codes, row_scale, beyond, scale = cast_to_rows(x.reshape(-1, shape[-1]), *arguments, True)
         return RowOperand(codes, row_scale, beyond, scale, format, shape), None
     memory = cast_both_to_rows(x, *arguments, rowwise is not None)
     row = None if rowwise is None else RowOperand.inside(memory[0], format, shape)
-    return row, RowOperand.inside(memory[-1], format, (*shape[:-2], shape[-1], shape[-2]))
+    transpose = (*shape[:-2], shape[-1], shape[-2])
+    return row, None if columnwise is None else RowOperand.inside(memory[-1], format, transpose)
 
 
 PAIR = Kernel("triton rows", _refuses, _run, "cuda", _run_traced)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...numerics.formats import Format
+from ...numerics.formats import E4M3, Format
 from ...numerics.operand import Operand
 from ...numerics.row_scaled import RowScaled, row_values
 from ...numerics.swizzle import round_up
@@ -65,10 +66,12 @@ def sections(format: Format, shape: tuple[int, ...], groups: int = 1) -> tuple[l
 
 
 def values_of_rows(operand: RowOperand) -> Tensor:
-    """The float32 values of a row-scaled operand of 8-bit elements, without groups of columns."""
+    """The float32 values of a row-scaled operand without groups of columns."""
     assert operand.groups == 1
     rows, cols = math.prod(operand.shape[:-1]), operand.shape[-1]
     codes, format = operand.codes[:rows, :cols].view(torch.uint8), operand.format
+    if format.element.bits < 8:  # in rows beyond the bound its elements are in E4M3
+        format = replace(format, element=E4M3)
     own = Operand(codes.view(format.element.dtype), operand.scale, None, format, (rows, cols))
     values = row_values(RowScaled(codes, operand.row_scale[:rows], operand.beyond[:rows]), own)
     return values.view(operand.shape)

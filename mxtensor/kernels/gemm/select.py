@@ -26,7 +26,7 @@ from ..gemm import (
     scaled_mm,
 )
 from ..small_m import kernel as small_m
-from .fp8_rows_both import wants_rows
+from .fp8_rows_by_codes import wants_rows
 from .scaled_rows import is_row_scaled, with_row_scales, without_row_scales
 from .spec import Form, GemmArgs, GemmOperand, data_of, facts_of, format_of, without_lazy_signs
 

@@ -13,7 +13,7 @@ from ...numerics.formats import FULL, Orientation
 from ...numerics.groups import Groups
 from ...numerics.operand import Operand
 from ...numerics.reference import check_source
-from ..gemm import fp8_rows_both, fp8_rows_ops
+from ..gemm import fp8_rows_both, fp8_rows_by_codes, fp8_rows_ops
 from ..gemm.row_operand import RowOperand
 from ..gemm.spec import Form, GemmOperand
 from . import cuda_both_ops, triton_ops, two_casts
@@ -26,7 +26,9 @@ QUANTIZE_BOTH: tuple[Kernel, ...] = (
     two_casts.QUANTIZE_BOTH,
 )
 """``run(x, cast)``: the operand of x and the operand of its transpose."""
-PAIR: tuple[Kernel, ...] = (fp8_rows_ops.PAIR, cuda_both_ops.PAIR, triton_ops.PAIR, two_casts.PAIR)
+PAIR: tuple[Kernel, ...] = (
+    fp8_rows_ops.PAIR, fp8_rows_by_codes.PAIR, cuda_both_ops.PAIR, triton_ops.PAIR, two_casts.PAIR,
+)  # fmt: skip
 """``run(x, cast, rowwise, columnwise, dtype, amax, record)``: what ``cast_pair`` returns."""
 
 
@@ -53,7 +55,7 @@ def cast_pair(
     """(rowwise, columnwise): x (..., rows, cols) and its transpose, each in its form; None if no form is given.
 
     Rowwise: ``quantize_operand`` (CODES), ``fake_quantize`` in ``dtype`` (VALUES) or a row-scaled operand (ROWS, alone
-    or twice, of values that ``fp8_rows_both.why_not_both`` accepts) of x. Columnwise: the same of x
+    or twice, of values that ``fp8_rows_by_codes.why_not_rows`` accepts) of x. Columnwise: the same of x
     transposed, with random numbers of its own (``seed + 1``); its values may have the layout of x, as a transposed
     view. Square blocks are rounded once and then transposed.
 

@@ -1,7 +1,8 @@
 """A matrix of bfloat16 and its transpose as row-scaled E4M3: one pass for extremes, one to cast.
 
 The result is bitwise that of ``row_scaled.cast_to_rows`` of the matrix and of its transpose. Both kernels work on words
-of two columns, as ``quantize_columns_words``. The elements are E4M3 or E5M2 in blocks of 32 or more values.
+of two columns, as ``quantize_columns_words``, with blocks of 32 or more values. E4M3 and E5M2 are cast to codes, which
+are moved (``row_scaled_moved``); elements of fewer bits are rounded and moved at once (``row_scaled_few_bits``).
 
 The matrix is a stack of matrices, each with its own transpose, or one whose rows are in groups: then the transpose has
 each group padded, and each group has scales of its own. ``row_scaled_places`` says which rows a program takes.
@@ -17,6 +18,7 @@ from .elements import float_of
 from .quantize import block_scales, load_tile, store_tile
 from .quantize_columns import as_matrix, in_row_order, over_columns, over_spans
 from .row_scaled import decide, exponent_of
+from .row_scaled_few_bits import column_codes_moved, power_of_shift, row_codes_moved
 from .row_scaled_moved import OWN_TOP, moved_four, moved_two, shift_word
 from .row_scaled_places import place
 from .words import MAGNITUDES, column_codes, larger, largest, row_codes
@@ -101,10 +103,11 @@ def own_or_top(extremes_ptr, at, inside, R: tl.constexpr):
 
 @triton.jit
 def cast_rows(
-    word, row, col, to_ptr, rows, words, width, row_extremes_ptr, first_row, C: tl.constexpr, R: tl.constexpr,
-    NB: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    word, row, col, to_ptr, rows, words, width, row_extremes_ptr, first_row, first_four, seed_ptr,
+    C: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes of one group of rows of words (Q, W, J, V); returns the scales of its blocks (NB, W, J)."""
+    """Store the codes of one group of rows of words (Q, W, J, V); returns the scales of its blocks (NB, W, J).
+    ``first_four``: the number of the first four values of the tile, in its row."""
     Q: tl.constexpr = word.shape[0]
     W: tl.constexpr = word.shape[1]
     J: tl.constexpr = word.shape[2]
@@ -114,12 +117,17 @@ def cast_rows(
     stored, multiplier, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
     line = tl.reshape(row, (1, W, J))
     top = own_or_top(row_extremes_ptr, first_row + line, line < rows, R)
-    shift = shift_word(stored, top, C, R)
-    shape: tl.constexpr = (Q, W, J, V)
-    code = row_codes(word, tl.broadcast_to(over_columns(multiplier, Q), shape), C)
-    if C.float8 == "":
-        code = tl.where(over_columns(finite.to(tl.int32), Q) != 0, code, C.nan_code * 0x101).to(tl.int16)
-    out = moved_two(code, tl.broadcast_to(over_columns(shift, Q), shape), C, R)
+    if C.bits < 8:
+        power = over_columns(power_of_shift(stored, top, C, R), Q)
+        four = (first_row + line).to(tl.int64) * (width // V) + (first_four + tl.arange(0, Q)[:, None, None])
+        out = row_codes_moved(word, over_columns(multiplier, Q), power, four, seed_ptr, C, R)
+    else:
+        shift = shift_word(stored, top, C, R)
+        shape: tl.constexpr = (Q, W, J, V)
+        code = row_codes(word, tl.broadcast_to(over_columns(multiplier, Q), shape), C)
+        if C.float8 == "":
+            code = tl.where(over_columns(finite.to(tl.int32), Q) != 0, code, C.nan_code * 0x101).to(tl.int16)
+        out = moved_two(code, tl.broadcast_to(over_columns(shift, Q), shape), C, R)
     store_tile(to_ptr + (row * width + col), out, in_tile(row, rows, col, words, WIDE), EVEN)
     return stored
 
@@ -135,8 +143,8 @@ def store_facts(extremes_ptr, scale_ptr, beyond_ptr, at, inside, R: tl.constexpr
 @triton.jit
 def cast_both_to_rows(
     x_ptr, row_extremes_ptr, column_extremes_ptr, codes_ptr, row_scale_ptr, beyond_ptr, scale_ptr, tcodes_ptr,
-    trow_scale_ptr, tbeyond_ptr, tscale_ptr, ends_ptr, count, rows, words, stride, width, scale_cols, tscale_cols,
-    sixteens, all_blocks,
+    trow_scale_ptr, tbeyond_ptr, tscale_ptr, seed_ptr, ends_ptr, count, rows, words, stride, width, scale_cols,
+    tscale_cols, sixteens, all_blocks,
     C: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
@@ -182,13 +190,16 @@ def cast_both_to_rows(
     of_matrix, known = matrix * cols + column, (column < cols) & live
     low_top, low_beyond, _s0 = decided(column_extremes_ptr, of_matrix, known, R)
     high_top, high_beyond, _s1 = decided(column_extremes_ptr, of_matrix + 1, known, R)
-    low_shift = shift_word(low_stored, tl.where(low_beyond, OWN_TOP, low_top), C, R)
-    high_shift = shift_word(high_stored, tl.where(high_beyond, OWN_TOP, high_top), C, R)
     block = tl.arange(0, W // G)[None, :, None]
     inside = known & (block * C.block < left)
     to = tscale_ptr + (before + column).to(tl.int64) * tscale_cols + (to_col // C.block + block)
     tl.store(to, low_stored, mask=inside & low_beyond)
     tl.store(to + tscale_cols, high_stored, mask=inside & high_beyond)
+    low_top, high_top = tl.where(low_beyond, OWN_TOP, low_top), tl.where(high_beyond, OWN_TOP, high_top)
+    if C.bits < 8:
+        low_shift, high_shift = power_of_shift(low_stored, low_top, C, R), power_of_shift(high_stored, high_top, C, R)
+    else:
+        low_shift, high_shift = shift_word(low_stored, low_top, C, R), shift_word(high_stored, high_top, C, R)
     if G > 1:
         low, high = over_spans(low, G), over_spans(high, G)
         low_shift, high_shift = over_spans(low_shift, G), over_spans(high_shift, G)
@@ -196,14 +207,20 @@ def cast_both_to_rows(
     low, high = tl.broadcast_to(low[:, :, None, :], shape), tl.broadcast_to(high[:, :, None, :], shape)
     low_shift = tl.broadcast_to(low_shift[:, :, None, :], shape)
     high_shift = tl.broadcast_to(high_shift[:, :, None, :], shape)
-    low_code, high_code = column_codes(w0, w1, w2, w3, low, high, C)
-    if C.float8 == "":
-        low_whole, high_whole = low_finite.to(tl.int32), high_finite.to(tl.int32)
-        if G > 1:
-            low_whole, high_whole = over_spans(low_whole, G), over_spans(high_whole, G)
-        low_code = tl.where(low_whole[:, :, None, :] != 0, low_code, C.nan_code * 0x1010101)
-        high_code = tl.where(high_whole[:, :, None, :] != 0, high_code, C.nan_code * 0x1010101)
-    low_four, high_four = moved_four(low_code, low_shift, C, R), moved_four(high_code, high_shift, C, R)
+    if C.bits < 8:
+        number = (before + 2 * (first + col)).to(tl.int64) * fours + (to_col // 4 + w * (SPAN // 4) + j)
+        low_four, high_four = column_codes_moved(
+            w0, w1, w2, w3, low, high, low_shift, high_shift, number, number + fours, seed_ptr, C, R
+        )
+    else:
+        low_code, high_code = column_codes(w0, w1, w2, w3, low, high, C)
+        if C.float8 == "":
+            low_whole, high_whole = low_finite.to(tl.int32), high_finite.to(tl.int32)
+            if G > 1:
+                low_whole, high_whole = over_spans(low_whole, G), over_spans(high_whole, G)
+            low_code = tl.where(low_whole[:, :, None, :] != 0, low_code, C.nan_code * 0x1010101)
+            high_code = tl.where(high_whole[:, :, None, :] != 0, high_code, C.nan_code * 0x1010101)
+        low_four, high_four = moved_four(low_code, low_shift, C, R), moved_four(high_code, high_shift, C, R)
     four = as_matrix(tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V)))
     if GROUPS > 0:
         four = tl.where(live, four, 0)
@@ -219,15 +236,18 @@ def cast_both_to_rows(
     if ROWS:
         of_rows = row_extremes_ptr
         row_ptr = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (tile_row.to(tl.int64) * width + first)
-        s0 = cast_rows(w0, row, col, row_ptr, there, across, width, of_rows, tile_row, C, R, NB, EVEN, WIDE)
+        at = first // V
+        s0 = cast_rows(
+            w0, row, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, C, R, NB, EVEN, WIDE
+        )
         s1 = cast_rows(
-            w1, row + 1, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE
+            w1, row + 1, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, C, R, NB, EVEN, WIDE
         )
         s2 = cast_rows(
-            w2, row + 2, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE
+            w2, row + 2, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, C, R, NB, EVEN, WIDE
         )
         s3 = cast_rows(
-            w3, row + 3, col, row_ptr, there, across, width, row_extremes_ptr, tile_row, C, R, NB, EVEN, WIDE
+            w3, row + 3, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, C, R, NB, EVEN, WIDE
         )
         line = tl.arange(0, W * SPAN)
         tile, inside = tile_row + line[:, None], line[:, None] < there

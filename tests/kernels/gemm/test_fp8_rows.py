@@ -78,7 +78,7 @@ def test_plain_values_are_cast_first(pretend, stand_in, small, dtype):
 def test_without_marks_the_exact_product_writes_nothing(pretend, stand_in, small):
     pretend((9, 0))
     a, b = encode(torch.randn(20, 64), mx.Cast.of("mxfp8")), encode(torch.randn(16, 64), mx.Cast.of("mxfp8"))
-    sides = [fp8_rows.row_operand(o, False, False, 0) for o in (a, b)]
+    sides = [fp8_rows.row_operand(o, False, False) for o in (a, b)]
     out = torch.full((20, 16), 3.0, dtype=BF16)
     fp8_rows.exact_rows(*sides, None, out)
     assert (out == 3).all()
@@ -125,7 +125,7 @@ def test_the_ops_check_their_arguments():
         fp8_rows.fp8_rows_mm(side, side, "mxfp8", "mxfp8", 64, None, FP32)
     with pytest.raises(ValueError, match="powers of two"):
         nvfp4 = encode(torch.randn(16, 64), mx.Cast.of("nvfp4"))
-        fp8_rows.operand_to_rows(nvfp4.data, nvfp4.scale, "nvfp4", 64)
+        fp8_rows.operand_to_rows(nvfp4.data, nvfp4.scale, "nvfp4", 64, False)
     with pytest.raises(ValueError, match="casts blocks along rows"):
         fp8_rows.cast_to_rows(torch.randn(16, 64), "mxfp8[32x32]", "rceil", "nearest", None, 0.0, False)
 
@@ -136,17 +136,14 @@ def test_the_ops_check_their_arguments():
 def test_a_weight_is_re_expressed_once_until_it_is_written_to(monkeypatch):
     weight = mx.quantize(torch.randn(16, 64), "mxfp8")
 
-    def form(rows=256):
-        return fp8_rows_cache.weight_rows(weight.rowwise, matrix_of(weight.rowwise), rows)
+    def form():
+        return fp8_rows_cache.weight_rows(weight.rowwise, matrix_of(weight.rowwise))
 
-    assert form()[0] is form()[0] is form(8192)[0]
+    assert form()[0] is form()[0]
     before = form()[0].clone()
     weight.copy_(torch.randn(16, 64))
     assert not torch.equal(form()[0], before)
     assert torch.equal(form()[0][:, :64], row_scaled(weight.rowwise).codes)
-    other = mx.quantize(torch.randn(16, 64), "mxfp8")
-    of_many = fp8_rows_cache.weight_rows(other.rowwise, matrix_of(other.rowwise), fp8_rows_cache.ON_THE_FLY)
-    assert of_many[0] is not fp8_rows_cache.weight_rows(other.rowwise, matrix_of(other.rowwise), 256)[0]
 
 
 def test_a_captured_graph_reads_a_form_that_writes_make_again(monkeypatch):
@@ -154,7 +151,7 @@ def test_a_captured_graph_reads_a_form_that_writes_make_again(monkeypatch):
     operand = weight.rowwise
 
     def form():
-        return fp8_rows_cache.weight_rows(operand, matrix_of(operand), 256)
+        return fp8_rows_cache.weight_rows(operand, matrix_of(operand))
 
     def is_current():
         return torch.equal(found[0][:, :64], row_scaled(operand).codes)
@@ -186,17 +183,29 @@ def test_a_captured_graph_reads_a_form_that_writes_make_again(monkeypatch):
     assert ended() is None
 
 
+def test_the_cache_leaves_memory_free(monkeypatch):
+    free = 1 << 20
+    monkeypatch.setattr(fp8_rows_cache, "_budget", lambda device: 1 << 30)
+    monkeypatch.setattr(fp8_rows_cache, "_free", lambda device: free)
+    operand = mx.quantize(torch.randn(16, 64), "mxfp8").rowwise
+    before = fp8_rows_cache.weight_rows(operand, operand)[0]
+    assert fp8_rows_cache.weight_rows(operand, operand)[0] is not before
+    free = 1 << 30
+    before = fp8_rows_cache.weight_rows(operand, operand)[0]
+    assert fp8_rows_cache.weight_rows(operand, operand)[0] is before
+
+
 def test_the_cache_stops_at_its_share_of_the_memory_and_counts_what_was_freed(monkeypatch):
     device = torch.device("cpu")
     used = fp8_rows_cache._bytes.get(device, 0)
     monkeypatch.setattr(fp8_rows_cache, "_budget", lambda device: used + 16 * 64 + 16 * 5)
     first, second = (mx.quantize(torch.randn(16, 64), "mxfp8").rowwise for _ in range(2))
     for operand, cached in ((first, True), (second, False)):
-        form, later = (fp8_rows_cache.weight_rows(operand, operand, 256)[0] for _ in range(2))
+        form, later = (fp8_rows_cache.weight_rows(operand, operand)[0] for _ in range(2))
         assert (form is later) == cached
     del form, later, first, operand
     assert fp8_rows_cache._bytes[device] == used
-    assert fp8_rows_cache.weight_rows(second, second, 256)[0] is fp8_rows_cache.weight_rows(second, second, 256)[0]
+    assert fp8_rows_cache.weight_rows(second, second)[0] is fp8_rows_cache.weight_rows(second, second)[0]
 
 
 # ---------------------------------------------------------------------------------------------- the choice

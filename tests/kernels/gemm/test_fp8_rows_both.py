@@ -1,12 +1,15 @@
 """Row-scaled operands of a matrix and of its transpose in two passes: bitwise those of two casts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
 from mxtensor.kernels.gemm import fp8_rows_ops
-from mxtensor.kernels.gemm.fp8_rows_both import empty_operand, rows_of_both, wants_rows, why_not_both
+from mxtensor.kernels.gemm.fp8_rows_both import empty_operand, rows_of_both, why_not_both
+from mxtensor.kernels.gemm.fp8_rows_by_codes import wants_rows
 from mxtensor.kernels.gemm.row_operand import RowOperand, sections, values_of_rows
 from mxtensor.kernels.gemm.spec import Form, Unquantized
 from mxtensor.kernels.quantize import triton_tiles
@@ -21,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 __all__ = ["pretend"]
-FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp8[1x64]", "float8_e4m3_1x128_pow2"]
+FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp8[1x64]", "float8_e4m3_1x128_pow2", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2[1x64]"]
 
 
 def both_ways(rows, cols):
@@ -83,8 +86,30 @@ def test_other_scale_rules_and_strided_values(mode):
     check(column, x.t().contiguous(), cast)
 
 
-def test_the_values_of_an_operand_are_those_of_its_codes_within_the_bound():
-    x, cast = torch.randn(32, 64).to(BF16), mx.Cast.of("mxfp8")
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3[1x64]", "mxfp6_e3m2"])
+def test_random_numbers_are_those_of_two_casts(name):
+    """The same value, and the same row, are rounded by the same word as in a cast to codes."""
+    x, cast = both_ways(64, 96), mx.Cast.of(name, "rceil", "stochastic", 2**33 + 5)
+    row, column = rows_of_both(x, cast)
+    other = replace(cast, seed=cast.seed + 1)
+    assert check(row, x, cast) | check(column, x.t().contiguous(), other)
+    assert not torch.equal(row.codes, rows_of_both(x, other)[0].codes)
+    alone, none = fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, None)
+    assert none is None and torch.equal(alone.codes, row.codes)
+    flipped = fp8_rows_ops.PAIR.run(x.t(), cast, Form.ROWS, Form.ROWS)
+    assert check(flipped[0], x.t().contiguous(), cast) | check(flipped[1], x, other)
+
+
+def test_only_bfloat16_to_few_bits_is_rounded_stochastically():
+    for name, dtype in (("mxfp8", BF16), ("mxfp4", torch.float32)):
+        reason = why_not_both(torch.empty(32, 64, dtype=dtype), mx.Cast.of(name, rounding="stochastic"))
+        assert "rounds bfloat16 to fewer than 8 bits stochastically" in reason
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_the_values_of_an_operand_are_those_of_its_codes_within_the_bound(name):
+    x, cast = torch.randn(32, 64).to(BF16), mx.Cast.of(name)
     x[3, :32] *= 2.0**30
     x[4] *= 2.0**100
     row, _ = rows_of_both(x, cast)
@@ -98,7 +123,7 @@ def test_the_values_of_an_operand_are_those_of_its_codes_within_the_bound():
 @pytest.mark.parametrize(
     ("name", "shape", "dtype", "reason"),
     [
-        ("mxfp4", (32, 64), BF16, "casts 8-bit elements"),
+        ("mxfp4[1x16]", (32, 64), BF16, "casts blocks of 32 values or more"),
         ("mxfp8", (32, 72), BF16, "multiples of 16 rows and columns or a stack of them, not (32, 72)"),
         ("mxfp8", (2, 2, 32, 64), BF16, "needs a matrix of multiples of 16 rows and columns or a stack of them"),
         ("mxfp8", (2, 40, 64), BF16, "not (2, 40, 64)"),
@@ -122,8 +147,8 @@ def test_a_traced_cast_has_the_shapes_of_the_eager_one(pretend):
         fake = op(torch.empty(32, 64, dtype=BF16), *arguments, True)
         assert len(op(torch.empty(32, 64, dtype=BF16), *arguments, False)) == 1
     assert [(t.shape, t.stride(), t.dtype) for t in fake] == [(t.shape, t.stride(), t.dtype) for t in eager]
-    with pytest.raises(ValueError, match="casts 8-bit elements"):
-        op(x, "mxfp4", "rceil", "nearest", None, 0.0, True)
+    with pytest.raises(ValueError, match="rounds bfloat16 to fewer than 8 bits stochastically"):
+        op(x, "mxfp8", "rceil", "stochastic", 3, 0.0, True)
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (48, 80), (16, 16)])

@@ -1,5 +1,7 @@
 """Row-scaled operands of stacks of matrices and of rows in groups: bitwise those of each matrix and of each group."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,8 +13,9 @@ from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize import triton_tiles
 from mxtensor.kernels.quantize.select_pair import cast_groups
 from mxtensor.numerics.groups import Groups
+from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
-from mxtensor.numerics.row_scaled import row_scaled
+from mxtensor.numerics.row_scaled import element_codes, row_scaled
 from tests.helpers.row_scaled import check_rows, values
 from tests.helpers.stand_in import BF16, pretend
 
@@ -20,7 +23,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 __all__ = ["pretend"]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same runs on the device")
-FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp8[1x64]", "float8_e4m3_1x128_pow2"]
+FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp8[1x64]", "float8_e4m3_1x128_pow2", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2[1x64]"]
 SIZES = [5, 0, 40, 33]
 
 
@@ -127,6 +130,29 @@ def groups_case(device, name, sizes, after, cols, block):
     return found
 
 
+def random_case(device, name, sizes, after, cols):
+    """The words of stochastic rounding are those of whole casts: of the rows, and of the padded matrix transposed."""
+    rows = sum(sizes) + after
+    x, cast = wide(1, rows, cols, device)[0], mx.Cast.of(name, rounding="stochastic", seed=2**40 + 3)
+    ends = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+    groups = Groups(ends, rows, 32)
+    row, column = rows_of_groups(x, cast, groups)
+    check_operand(*row[:4], x, cast)
+    whole = encode(groups.padded(x).t().contiguous().cpu(), replace(cast, seed=cast.seed + 1))
+    values, place = element_codes(whole), 0
+    for i, n in enumerate(sizes):
+        until = place + max(-(-n // 32), 1) * 32
+        blocks, own = whole.scale[:, place // 32 : until // 32], slice(i * cols, (i + 1) * cols)
+        bits = cast.format.element.bits
+        packed = whole.data[:, place * bits // 8 : until * bits // 8]
+        part = Operand(packed, blocks, None, cast.format, (cols, until - place))
+        assert torch.equal(element_codes(part), values[:, place:until])
+        expected = row_scaled(part, any_distance=True)
+        made = column.codes[:, place:until], column.row_scale[own], column.beyond[own]
+        check_rows([t.cpu() for t in made], expected, until - place)
+        place = until
+
+
 # ---------------------------------------------------------------------------------------------- in the interpreter
 
 
@@ -141,9 +167,16 @@ def test_the_operands_of_a_stack_are_those_of_its_matrices(name, shape):
 @interpreted
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes, after", [([5, 0, 33], 10), (SIZES, 20), ([0, 0, 64], 0), ([40, 40], 0), ([0, 0], 32)])
-@pytest.mark.parametrize("name, block", [*zip(FORMATS, (32, 32, 64, 128), strict=True), ("mxfp8", 64)])
+@pytest.mark.parametrize("name, block", [*zip(FORMATS, (32, 32, 64, 128, 32, 32, 64), strict=True), ("mxfp8", 64)])
 def test_the_operands_of_groups_are_those_of_each_group(name, block, sizes, after):
     groups_case("cpu", name, sizes, after, 48, block)
+
+
+@interpreted
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2"])
+def test_the_random_numbers_of_groups_are_those_of_the_padded_matrix(name):
+    random_case("cpu", name, [37, 0, 40], 3, 48)
 
 
 @pytest.mark.exhaustive
@@ -239,6 +272,6 @@ def test_the_operands_of_a_stack_on_the_gpu(name, shape):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes, after", [([300, 0, 513, 1024, 3], 16), ([0, 0, 2048], 0), ([1] * 70, 100)])
 @pytest.mark.parametrize("cols", [96, 1040, 2048])
-@pytest.mark.parametrize("name, block", [*zip(FORMATS, (32, 32, 64, 128), strict=True), ("mxfp8", 64)])
+@pytest.mark.parametrize("name, block", [*zip(FORMATS, (32, 32, 64, 128, 32, 32, 64), strict=True), ("mxfp8", 64)])
 def test_the_operands_of_groups_on_the_gpu(name, block, cols, sizes, after):
     groups_case("cuda", name, sizes, after, cols, block)
