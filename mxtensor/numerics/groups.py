@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .cast import Cast
 from .formats import FULL
-from .reference import decode_local, encode
+from .reference import SCALE_RULES, decode_local, encode
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,14 +132,20 @@ def amax_of_rows(x: Tensor, group: Tensor, count: int, dim: int) -> Tensor:
     return magnitudes.new_zeros(len(x), count + 1).scatter_reduce(1, index, magnitudes, "amax").gather(1, index)
 
 
+def amax_along(x: Tensor, dims: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """The amax along dimensions in float32; NaN if a value is. One pass, where ``abs`` would write all values."""
+    amax: Tensor = torch.linalg.vector_norm(x.detach(), float("inf"), dims, keepdim)
+    return amax.to(torch.float32)
+
+
 def amax_of_groups(x: Tensor, group: Tensor, count: int, dim: int) -> Tensor:
     """The amax of each group in float32, at each of its rows (dim 0: (M, 1)) or of its columns (dim 1: (1, M)).
 
     ``group``: the group of each row or column; ``count`` for those in no group, which have an amax of their own. NaN
     and infinity count as the largest.
     """
-    along = x.detach().abs().amax(1 - dim).to(torch.float32) if x.shape[1 - dim] else x.new_zeros(group.shape)
-    along = torch.where(along.isnan(), float("inf"), along.to(torch.float32))
+    along = amax_along(x, 1 - dim) if x.shape[1 - dim] else x.new_zeros(group.shape)
+    along = torch.where(along.isnan(), float("inf"), along)
     largest = along.new_zeros(count + 1).scatter_reduce(0, group, along, "amax")
     return largest.index_select(0, group).unsqueeze(1 - dim)
 
@@ -150,24 +156,41 @@ def values_of_groups(x: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     ``amax``: float32, broadcasts to x (..., rows, cols) and is the same in all values of a block. Where it differs
     along a dimension, x has whole blocks there. Blocks run along the last dimension.
     """
+    values, scale = scaled_values_of_groups(x, cast, amax)
+    product: Tensor = values.to(torch.float32) * scale
+    return product
+
+
+def scaled_values_of_groups(x: Tensor, cast: Cast, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """``values_of_groups`` as values and scales of their groups, whose products they are. Values are elements, in the
+    dtype of their format, or elements times block scales, in bfloat16, which represents them. Scales are float32 and
+    broadcast to x."""
     rows, cols = cast.format.block
     if rows == FULL:
         operand = encode(x, cast, amax)
-        return decode_local(operand)
+        return operand.data, operand.scale
     of_blocks = amax if amax.shape[-1] == 1 else _firsts(amax, -1, cols)
     if rows > 1 and of_blocks.shape[-2] > 1:
         of_blocks = _firsts(of_blocks, -2, rows)
     operand = encode(x, cast, of_blocks)
-    values = decode_local(operand)
-    scale = operand.global_scale
-    if scale is None or 0 in x.shape:
-        return values
+    values, scale = decode_local(operand).to(torch.bfloat16), operand.global_scale
+    assert scale is not None and cast.format.exact_in_bfloat16
+    if 0 in x.shape:
+        return values, scale
     if scale.shape[-1] > 1:
         scale = scale.repeat_interleave(cols, -1)
     if scale.shape[-2] > 1:
         scale = scale.repeat_interleave(rows, -2)
-    scaled: Tensor = values * scale
-    return scaled
+    return values, scale
+
+
+def scales_by_group(cast: Cast, amax: Tensor) -> Tensor:
+    """The scales of ``scaled_values_of_groups`` alone: of groups with this amax, in its shape."""
+    scale, _multiplier, global_scale = SCALE_RULES[cast.format.scale](amax, cast, amax)
+    if cast.format.block[0] == FULL:
+        return scale
+    assert global_scale is not None
+    return global_scale
 
 
 def _firsts(x: Tensor, dim: int, block: int) -> Tensor:

@@ -5,8 +5,8 @@ x is rows in groups (M, K) with ``Groups``, or one matrix for each weight (G, M,
 
 Formats whose scales belong to blocks of a few values use the casts of a layer: blocks along a row know no groups, and
 blocks along the rows are those of the padded matrix. Where a scale belongs to a whole tensor (NVFP4, float8 with
-current scaling), each matrix and each group has its own, and operands are float32 values. With delayed scaling the
-scale comes from earlier steps; one history serves the whole stack, and so does its scale.
+current scaling), each matrix and each group has its own, and operands are rounded values beside these scales. With
+delayed scaling the scale comes from earlier steps; one history serves the whole stack, and so does its scale.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..kernels.gemm import emulated
 from ..kernels.gemm.spec import FakeQuantized, Form, GemmOperand
+from ..kernels.quantize.by_group import quantized_by_group
 from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.select_pair import cast_groups
 from ..kernels.quantize.two_casts import columnwise_cast
 from ..numerics.cast import Cast
 from ..numerics.formats import FULL
-from ..numerics.groups import Groups, amax_of_groups, amax_of_rows, block_of, values_of_groups
+from ..numerics.groups import Groups, amax_along, amax_of_groups, amax_of_rows, block_of
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from .operands import Want, copies, rounds_twice
 
@@ -114,12 +116,16 @@ def _with_own_scales(
     elif groups is not None and row.format.rows_are_blocked and row.format.block[0] != FULL:
         padded = groups.padded(x)
         amax = amax_of_groups(padded, groups.of_padded_row, groups.number, 0)
-        out[0] = FakeQuantized(groups.unpadded(_fake_quantized(padded, row, amax).values), None, row.format)
+        made = _fake_quantized(padded, row, amax)
+        scale = made.global_scale
+        out[0] = FakeQuantized(
+            groups.unpadded(made.values), None if scale is None else groups.unpadded(scale), row.format
+        )
     elif wants[0] is not None or twice:
         out[0] = _fake_quantized(x, row, _amax(x, row, groups, 0))
     if wants[1] is None:
         return out if wants[0] is not None else [None, None]
-    source = out[0].values if twice and isinstance(out[0], FakeQuantized) else x
+    source = emulated.values(out[0], torch.float32) if twice and isinstance(out[0], FakeQuantized) else x
     columns = (source if groups is None else groups.padded(source)).transpose(-1, -2)
     if column is None:
         out[1] = columns
@@ -138,12 +144,12 @@ def _amax(x: Tensor, cast: Cast, groups: Groups | None, dim: int) -> Tensor:
         return of_groups(x, groups.of_row if dim == 0 else groups.of_padded_row, groups.number, dim)
     if 0 in x.shape:
         return x.new_zeros((*x.shape[:-2], x.shape[-2] if rows else 1, 1), dtype=torch.float32)
-    return x.detach().abs().amax(-1 if rows else (-2, -1), keepdim=True).to(torch.float32)
+    return amax_along(x, -1 if rows else (-2, -1), keepdim=True)
 
 
 def _fake_quantized(x: Tensor, cast: Cast, amax: Tensor) -> FakeQuantized:
     if cast.format.has_tensor_scale:
-        return FakeQuantized(values_of_groups(x, cast, amax), None, cast.format)
+        return FakeQuantized(*quantized_by_group(x, cast, amax), cast.format)
     plain = TensorCasts(cast)
     values = copies(x, plain, (torch.float32, None), ())[0]
     assert isinstance(values, FakeQuantized) and values.global_scale is None

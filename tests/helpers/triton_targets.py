@@ -154,6 +154,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -161,6 +162,8 @@ POINTERS = {
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
 WGMMA = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
+WGMMA_OF_GROUPS = {"of gradients": WGMMA.replace("e4m3.", "e5m2.", 1), "values": "m64n128k16.f32.bf16.bf16"}
+"""Word in the label of a product of groups -> the instruction of other operands than E4M3."""
 WITHOUT_CASTS = ("amax_of_tensor", "extremes_of_both")
 """Kernels that read values and write none."""
 
@@ -236,16 +239,31 @@ def both_of_matrices(name: str, rows: int, cols: int, groups: int, rowwise: bool
         fp8_rows_both.rows_of_both(of((4, rows, cols), BF16), Cast.of(name), rowwise)
 
 
-def product_of_groups(tile: fp8_rows_groups_costs.Tile, columns: bool, inner: int, groups: int) -> None:
-    """Triton's product of groups of row-scaled E4M3 by 2048 columns."""
-    e4m3, ends = torch.float8_e4m3fn, of((groups,), torch.int32)
+E4M3 = torch.float8_e4m3fn
+
+
+def values_tile() -> fp8_rows_groups_costs.Tile:
+    """The tile for values in bfloat16 on the device for which kernels are compiled."""
+    tile = fp8_rows_groups_mm._tile(of((1,), BF16), of((1,), BF16), 512, 512, 512)
+    assert tile is not None
+    return tile
+
+
+def product_of_groups(
+    tile: fp8_rows_groups_costs.Tile, columns: bool, inner: int, groups: int, left: torch.dtype = E4M3,
+    right: torch.dtype = E4M3, block: int = 32,
+) -> None:  # fmt: skip
+    """Triton's product of groups of rows with scales by 2048 columns."""
+    ends = of((groups,), torch.int32)
     if columns:
-        length = padded_length(4096, groups, 32)
-        sides = [t for n in (1536, inner) for t in (of((n, length), e4m3), of((groups * n,), FP32))]
-        fp8_rows_groups_mm.triton_columns(*sides, ends, 4096, 32, tile)
+        length = padded_length(4096, groups, block)
+        sides = [
+            t for n, dtype in ((1536, left), (inner, right)) for t in (of((n, length), dtype), of((groups * n,), FP32))
+        ]
+        fp8_rows_groups_mm.triton_columns(*sides, ends, 4096, block, tile)
     else:
-        stack, scales = of((groups, 2048, inner), e4m3), of((groups * 2048,), FP32)
-        fp8_rows_groups_mm.triton_rows(of((4096, inner), e4m3), of((4096,), FP32), stack, scales, ends, tile)
+        stack, scales = of((groups, 2048, inner), right), of((groups * 2048,), FP32)
+        fp8_rows_groups_mm.triton_rows(of((4096, inner), left), of((4096,), FP32), stack, scales, ends, tile)
 
 
 def exact(left: str, right: str, bias: bool) -> None:
@@ -400,6 +418,16 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "groups of rows wide tail": (lambda: product_of_groups(fp8_rows_groups_costs.WIDE, False, 2064, 8), False),
     "groups of columns": (lambda: product_of_groups(fp8_rows_groups_costs.NARROW, True, 4096, 64), False),
     "groups of columns wide": (lambda: product_of_groups(fp8_rows_groups_costs.WIDE, True, 4096, 8), False),
+    "groups of gradients": (
+        lambda: product_of_groups(fp8_rows_groups_costs.WIDE, False, 4096, 64, torch.float8_e5m2),
+        False,
+    ),
+    "groups of columns of gradients": (
+        lambda: product_of_groups(fp8_rows_groups_costs.NARROW, True, 4096, 64, torch.float8_e5m2, E4M3, 16),
+        False,
+    ),
+    "values in groups": (lambda: product_of_groups(values_tile(), False, 4096, 8, BF16, BF16), False),
+    "values in groups of columns": (lambda: product_of_groups(values_tile(), True, 4096, 8, BF16, BF16, 16), False),
     "exact mxfp8 by mxfp8": (lambda: exact("mxfp8", "mxfp8", False), False),
     "exact mxfp8_e5m2 by mxfp4": (lambda: exact("mxfp8_e5m2", "mxfp4", True), False),
 }
@@ -439,7 +467,7 @@ def casts(target: int) -> list[Variant]:
         if target < 89 and label.startswith("exact"):
             continue  # only GPUs with FP8 tensor cores multiply rows
         if target != 90 and label.startswith("groups of"):
-            continue  # only Hopper multiplies groups of rows
+            continue  # only Hopper multiplies groups of codes
         for kernel, arguments, constants, warps, stages in launches(call, target):
             names = kernel.arg_names
             given = dict(zip(names, arguments, strict=False))
@@ -451,7 +479,8 @@ def casts(target: int) -> list[Variant]:
             function = kernel.fn.__name__
             needs = (E4M3_PAIR,) if converts and target >= 89 and function not in WITHOUT_CASTS else ()
             if function in ("rows_by_stack", "columns_of_groups"):
-                needs = (WGMMA,)
+                others = [word for name, word in WGMMA_OF_GROUPS.items() if name in label]
+                needs = () if target != 90 else (*others,) or (WGMMA,)
             variant = Variant(
                 f"cast {function} {label} sm_{target}",
                 f"{module}.{function}",

@@ -7,8 +7,17 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.convert.training import training_parameter
 from mxtensor.core.plan import PLANS
-from mxtensor.recipe import Float8BlockScaling, Format, MXFP4BlockScaling, MXFP8BlockScaling
+from mxtensor.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from mxtensor.training.prepared import Layer
+from tests.helpers.no_sync import no_host_sync
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
 BF16 = torch.bfloat16
@@ -17,6 +26,10 @@ RECIPES = {
     "e5m2 gradients": MXFP8BlockScaling(fp8_format=Format.HYBRID),
     "float8 block": Float8BlockScaling(),
     "mxfp4": MXFP4BlockScaling(stochastic_rounding=False),
+    "mxfp6": MXFP6BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4 rows": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True, row_scaled_activation=True),
+    "float8 current": Float8CurrentScaling(),
 }
 ENDS = ([1000, 1000, 1300, 2040], [0, 2048, 2048, 2048], [512, 1024, 1536, 2048], [7, 9, 9, 2000])
 
@@ -97,10 +110,25 @@ def test_steps_in_a_block_have_the_bits_of_those_outside(name, transposed):
             together.weight.mul_(0.5)
 
 
-def test_a_compiled_step_has_the_bits_of_the_eager_one():
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_never_waits_for_the_device(name):
+    """Each of the three products is one launch for all groups."""
+    x, w, g = tensors()
+    net, ends = Experts(RECIPES[name], w), ends_of(ENDS[0])
+    step(net, x, g, ends)
+    with no_host_sync():
+        step(net, x, g, ends)
+    with mx.explain() as log:
+        step(net, x, g, ends)
+    ran = {e.spec.op: e.kernel for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")}
+    assert ran == dict.fromkeys(("fprop", "dgrad", "wgrad"), "dequant" if name.startswith("nvfp4") else "fp8_rows")
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "float8 block", "float8 current"])
+def test_a_compiled_step_has_the_bits_of_the_eager_one(name):
     torch._dynamo.reset()
     x, w, g = tensors()
-    net = Experts(RECIPES["mxfp8"], w)
+    net = Experts(RECIPES[name], w)
     compiled = torch.compile(net, fullgraph=True, dynamic=False)
     for values in ENDS:
         ends = ends_of(values)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
 from mxtensor.convert.training import training_parameter
+from mxtensor.kernels.gemm import emulated
 from mxtensor.kernels.gemm.spec import FakeQuantized, Form
 from mxtensor.numerics.operand import Operand
 from mxtensor.recipe import (
@@ -112,10 +113,9 @@ def test_operands_of_a_group_are_those_of_a_layer_bit_for_bit(name):
             part = x[start : start + n]
             alone = copies(part, casts, (want, want), ())
             if n:
-                scales = (1 if side.global_scale is None else side.global_scale for side in alone)
-                wanted = [side.values * scale for side, scale in zip(alone, scales, strict=True)]
-                assert torch.equal(row.values[start : start + n], wanted[0])
-                assert torch.equal(column.values[:, place : place + n], wanted[1])
+                wanted = [emulated.values(side, want) for side in alone]
+                assert torch.equal(emulated.values(row, want)[start : start + n], wanted[0])
+                assert torch.equal(emulated.values(column, want)[:, place : place + n], wanted[1])
             start += n
 
 
@@ -182,7 +182,8 @@ def test_gradients_that_round_stochastically_have_the_right_mean(recipe):
     x, w, g = torch.randn(64, 32), torch.randn(2, 32, 32), torch.randn(64, 32)
     steps = [step(x, w, g, recipe, ends)[1:] for _ in range(60)]
     assert not torch.equal(steps[0][0], steps[1][0]) and not torch.equal(steps[0][1], steps[1][1])
-    rounded = copies_of(w, recipe.weight, (None, torch.float32), (), None, has_own_scales(recipe))[1].values
+    made = copies_of(w, recipe.weight, (None, torch.float32), (), None, has_own_scales(recipe))[1]
+    rounded = emulated.values(made, torch.float32)
     exact = torch.cat([g[:20] @ rounded[0].t(), g[20:] @ rounded[1].t()])
     once, mean = steps[0][0], torch.stack([dx for dx, _ in steps]).mean(0)
     assert (mean - exact).norm() < 0.3 * (once - exact).norm()

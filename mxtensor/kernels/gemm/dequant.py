@@ -8,7 +8,9 @@ accumulator.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -24,10 +26,12 @@ from ...numerics.groups import Groups
 from ...numerics.operand import Operand
 from ..quantize import sliced
 from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
+from ..runtime import triton_launch
+from ..runtime.availability import exported
 from ..runtime.check import check_argument, check_codes, check_scalars
-from . import cublas, plain
+from . import cublas, fp8_rows_groups_mm, group_scales, plain
 from .emulated import values
-from .row_operand import RowOperand
+from .row_operand import INNER, RowOperand
 from .scaled_mm_contract import MAX_GROUPS
 from .spec import (
     FakeQuantized,
@@ -37,6 +41,7 @@ from .spec import (
     data_of,
     finish,
     format_of,
+    has_group_scales,
     not_row_scaled,
     zero_after,
 )
@@ -61,6 +66,8 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     reason = not_row_scaled(a, b)
     if reason is not None:
         return reason
+    if has_group_scales(a) or has_group_scales(b):
+        return "groups, or matrices of a stack, have global scales of their own"
     for side in (a, b):
         format = format_of(side)
         if isinstance(side, FakeQuantized) and side.values.dtype is not torch.bfloat16:
@@ -194,6 +201,8 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
 
 def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
     if spec.device.type == "cuda":
+        if has_group_scales(a) and has_group_scales(b):
+            return _refuses_group_scales(spec, spec.shapes[1][1:], spec.shapes[1][0], a, b, args)
         reason = _refuses_on_cuda(spec.shapes[1][1:], spec.shapes[1][0], a, b, args)
         if reason is not None:
             return reason
@@ -221,6 +230,27 @@ def _refuses_on_cuda(
     return None
 
 
+def _refuses_group_scales(
+    spec: Spec, multiples: tuple[int, ...], groups: int, a: GemmOperand, b: GemmOperand, args: GemmArgs
+) -> str | None:
+    """Why Triton's product refuses operands whose groups have global scales of their own."""
+    reason = triton_launch.missing(spec) or exported(spec)
+    if reason is not None:
+        return reason
+    if args.out_dtype is not torch.bfloat16 or args.alpha != 1 or (args.bias is not None and args.beta != 0):
+        return "Triton's product of groups gives bfloat16, without an alpha or a bias"
+    if groups > MAX_GROUPS:
+        return f"Triton's product of groups takes at most {MAX_GROUPS} groups, got {groups}"
+    if any(n % INNER for n in multiples):
+        return f"Triton's product of groups needs multiples of {INNER}, got {multiples[1]} and {multiples[0]}"
+    return None
+
+
+def _with_scales(side: FakeQuantized, scales: Callable[[FakeQuantized], Tensor]) -> tuple[Tensor, Tensor]:
+    """The values of an operand in bfloat16, and the scales of its rows."""
+    return side.values.to(torch.bfloat16).contiguous(), scales(side)
+
+
 def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQuantized | Tensor:
     """Matrix ``i`` of a stack (G, N, K), with the scale that all matrices share if there is only one."""
     if isinstance(stack, Tensor):
@@ -232,6 +262,11 @@ def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQua
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
+    if has_group_scales(a):
+        assert isinstance(a, FakeQuantized) and isinstance(b, FakeQuantized)
+        return fp8_rows_groups_mm.multiply(
+            *_with_scales(a, group_scales.of_rows), *_with_scales(b, group_scales.of_stack), ends, a.shape[0]
+        )
     left, _ = _values(a)
     if left.device.type == "cuda":
         right, _ = _values(b)
@@ -250,6 +285,8 @@ def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) ->
 
 def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> str | None:
     if spec.device.type == "cuda":
+        if has_group_scales(a) and has_group_scales(b):
+            return _refuses_group_scales(spec, (spec.shapes[0][0], spec.shapes[1][0]), groups.number, a, b, args)
         reason = _refuses_on_cuda((spec.shapes[0][0], spec.shapes[1][0]), groups.number, a, b, args)
         if reason is not None:
             return reason
@@ -259,6 +296,13 @@ def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, ar
 
 
 def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
+    if has_group_scales(a):
+        assert isinstance(a, FakeQuantized) and isinstance(b, FakeQuantized)
+        sides = (_with_scales(side, partial(group_scales.of_columns, groups=groups)) for side in (a, b))
+        (a_values, a_scales), (b_values, b_scales) = sides
+        return fp8_rows_groups_mm.multiply(
+            a_values, a_scales, b_values, b_scales, groups.given, groups.rows, groups.block
+        )
     left, right = _values(a)[0], _values(b)[0]
     if left.device.type == "cuda":  # the padding of a group is zeros, and every group has some rows
         return torch._grouped_mm(left, right.transpose(-1, -2), offs=groups.padded_ends)

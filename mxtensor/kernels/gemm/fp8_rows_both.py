@@ -135,7 +135,7 @@ def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand
             (code, constants, high, wide, row is not None, *even(high, wide), matrices.pad, matrices.power),
             warps,
         )
-        spans, wide, warps = tiles.WORDS["codes"]
+        spans, wide, warps = tiles.WORDS["codes" if seed is None else "random codes"]
         spans, wide = max(spans, block // 32, matrices.pad // 32), max(wide, block // 2)
         high = spans * 32
         components = (None,) * 4 if row is None else row[:4]

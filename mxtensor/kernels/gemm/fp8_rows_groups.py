@@ -19,12 +19,15 @@ from ...numerics.groups import Groups
 from ..quantize.select_pair import cast_pair
 from ..runtime import triton_launch
 from ..runtime.availability import exported
+from . import group_scales
 from .fp8_rows import MIN_ROWS
 from .fp8_rows_by_codes import why_not_rows
 from .fp8_rows_groups_mm import multiply, scaling_of
 from .row_operand import INNER, RowOperand
 from .scaled_grouped_mm import why_not_groups
-from .spec import Form, GemmArgs, GemmOperand, Unquantized
+from .spec import FakeQuantized, Form, GemmArgs, GemmOperand, Unquantized, has_group_scales
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, count: int, args: GemmArgs) -> str | None:
@@ -33,7 +36,7 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, count: int, args: GemmA
     if reason is not None:
         return reason
     for side, format in zip((a, b), spec.formats, strict=True):
-        if isinstance(side, RowOperand):
+        if isinstance(side, RowOperand) or _is_float8_by_group(side):
             continue
         if not isinstance(format, Format) or not isinstance(side, Unquantized):
             return "multiplies operands that are cast for it in training"
@@ -43,6 +46,11 @@ def _refuses(spec: Spec, a: GemmOperand, b: GemmOperand, count: int, args: GemmA
             return reason
     scaling = scaling_of(spec.device)
     return scaling if isinstance(scaling, str) else why_not_groups(scaling, count, args)
+
+
+def _is_float8_by_group(side: GemmOperand) -> bool:
+    """Whether an operand is float8 codes whose groups, or matrices, have a scale each."""
+    return has_group_scales(side) and isinstance(side, FakeQuantized) and side.values.dtype in FLOAT8
 
 
 def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
@@ -85,20 +93,29 @@ def scales_of_groups(side: RowOperand, count: int) -> Tensor:
     return scales if side.groups == count else scales.repeat(count)
 
 
+def _rows(side: GemmOperand) -> tuple[Tensor, Tensor]:
+    """(codes, scales of rows) of rows in groups (M, K), or of a stack (G, N, K)."""
+    if isinstance(side, FakeQuantized):
+        return side.values.contiguous(), (group_scales.of_rows if len(side.shape) == 2 else group_scales.of_stack)(side)
+    made = row_scaled_side(side)
+    codes = made.codes.view(torch.float8_e4m3fn)
+    return codes.view(*made.shape[:-1], codes.shape[1]), made.row_scale.flatten()
+
+
+def _columns(side: GemmOperand, groups: Groups) -> tuple[Tensor, Tensor]:
+    """(codes, scales of rows of each group) of the columns of groups."""
+    if isinstance(side, FakeQuantized):
+        return side.values.contiguous(), group_scales.of_columns(side, groups)
+    made = row_scaled_side(side)
+    return made.codes.view(torch.float8_e4m3fn), scales_of_groups(made, groups.number)
+
+
 def run(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
-    left, right = row_scaled_side(a), row_scaled_side(b)
-    e4m3 = torch.float8_e4m3fn
-    codes = right.codes.view(e4m3).view(*right.shape[:2], right.codes.shape[1])
-    return multiply(
-        left.codes.view(e4m3), left.row_scale.flatten(), codes, right.row_scale.flatten(), ends, left.shape[0]
-    )
+    return multiply(*_rows(a), *_rows(b), ends, a.shape[0])
 
 
 def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
-    sides = [row_scaled_side(side) for side in (a, b)]
-    left, right = (side.codes.view(torch.float8_e4m3fn) for side in sides)
-    scale_a, scale_b = (scales_of_groups(side, groups.number) for side in sides)
-    return multiply(left, scale_a, right, scale_b, groups.given, groups.rows, groups.block)
+    return multiply(*_columns(a, groups), *_columns(b, groups), groups.given, groups.rows, groups.block)
 
 
 GROUPED = Kernel("fp8_rows", refuses, run, "cuda")

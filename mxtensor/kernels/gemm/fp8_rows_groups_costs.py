@@ -25,6 +25,8 @@ class Tile(NamedTuple):
 
 
 WIDE, NARROW = Tile(128, 128, 2, 128, 16, 8, 4), Tile(64, 128, 1, 128, 16, 4, 3)
+VALUES, FEW_VALUES = Tile(128, 128, 2, 64, 16, 8, 3), Tile(64, 128, 1, 64, 16, 4, 3)
+"""For values in bfloat16: on sm90 and sm100, and where a multiprocessor has less memory to share."""
 TORCH_RATES = {"64x128": (340, 340, 340, 230), "128x128": (1020, 680, 680, 490), "128x256": (270, 270, 270, 200)}
 """Tile of torch's product -> TFLOP/s on an H100 for each of ``KINDS``; measured where torch takes the tile."""
 TRITON_RATES = {WIDE: (920, 770, 390, 450), NARROW: (780, 600, 410, 495)}
@@ -49,8 +51,13 @@ def kind_of(m: int, k: int) -> int:
     return 3 if k < SHORT else 0 if m >= SHORT else 1
 
 
+def fastest_triton(m: int, k: int) -> Tile:
+    """The tile of this package's product for an average group."""
+    kind = kind_of(m, k)
+    return max(TRITON_RATES, key=lambda tile: TRITON_RATES[tile][kind])
+
+
 def fastest(m: int, n: int, k: int) -> Tile | None:
     """The tile of this package's product for an average group; None if torch's is expected to be faster."""
-    kind = kind_of(m, k)
-    tile = max(TRITON_RATES, key=lambda tile: TRITON_RATES[tile][kind])
+    kind, tile = kind_of(m, k), fastest_triton(m, k)
     return tile if TRITON_RATES[tile][kind] > TORCH_RATES[torch_tile(m, n, k)][kind] else None

@@ -1,7 +1,8 @@
-"""Products of row-scaled E4M3 in groups: torch's or Triton's, whichever is faster, as one op. bfloat16 results.
+"""Products of codes, or values, with a scale for each row in groups: one op. bfloat16 results.
 
-Device code of the second: ``triton_device/row_scaled_groups.py``. Both add up 128 columns in the tensor cores and the
-rest in float32. The host never reads the ends of the groups.
+E4M3 takes torch's or Triton's product, whichever is faster; E5M2, and values in bfloat16, take Triton's, whose device
+code is ``triton_device/row_scaled_groups.py``. Both add up 128 columns of FP8 in the tensor cores and the rest in
+float32. The host never reads the ends of the groups.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from ...core.tracing import is_traced
 from ...numerics.formats import get_format
 from ...numerics.groups import padded_length
 from ..quantize.triton_common import ceil_div, power_above
+from ..runtime import triton_launch
 from ..runtime.check import check_argument, check_device
 from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch, on
-from .fp8_rows_groups_costs import Tile, fastest
+from .fp8_rows_groups_costs import FEW_VALUES, VALUES, Tile, fastest, fastest_triton
 from .row_operand import INNER
 from .scaled_mm_call import launch as launch_torch
 from .scaled_mm_contract import GROUPED_SCALINGS, MAX_GROUPS, Product, Scaling, plan_here
@@ -36,11 +38,17 @@ def scaling_of(device: torch.device) -> Scaling | str:
 # ---------------------------------------------------------------------------------------------- Triton's product
 
 
+def _multiplied(t: Tensor) -> Tensor:
+    """What the device multiplies; Triton's interpreter takes bfloat16 in a product for integers."""
+    return t.to(torch.float32) if t.dtype is torch.bfloat16 and triton_launch.interpreted() else t
+
+
 def triton_rows(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, tile: Tile) -> Tensor:
-    """Rows of a (M, K) times the matrix of their group, b (G, N, K): (M, N), zeros after the last end. Codes are
-    float8_e4m3fn, scales float32 (M,) and (G * N,)."""
+    """Rows of a (M, K) times the matrix of their group, b (G, N, K): (M, N), zeros after the last end. Scales are
+    float32 (M,) and (G * N,)."""
     (rows, inner), (groups, width, _) = a.shape, b.shape
     out = torch.empty(rows, width, dtype=torch.bfloat16, device=a.device)
+    a, b = _multiplied(a), _multiplied(b)
     with on(a.device):
         launch(
             device_code("row_scaled_groups.rows_by_stack"),
@@ -60,6 +68,7 @@ def triton_columns(
     rows, padded to ``block``; scales float32 (G * N,) and (G * K,)."""
     (height, length), width, groups = a.shape, b.shape[0], ends.shape[0]
     out = torch.empty(groups, height, width, dtype=torch.bfloat16, device=a.device)
+    a, b = _multiplied(a), _multiplied(b)
     with on(a.device):
         launch(
             device_code("row_scaled_groups.columns_of_groups"),
@@ -127,13 +136,24 @@ def torch_columns(
 # ---------------------------------------------------------------------------------------------- one op
 
 
+LARGE_SHARED_MEMORY = ((9, 0), (10, 0))
+"""Compute capabilities on which a tile of VALUES fits."""
+
+
+def _tile(a: Tensor, b: Tensor, m: int, n: int, k: int) -> Tile | None:
+    """The tile for an average group; None for torch's product."""
+    if a.dtype is torch.bfloat16:
+        return VALUES if triton_launch.instructions_of(a.device) in LARGE_SHARED_MEMORY else FEW_VALUES
+    return fastest_triton(m, k) if torch.float8_e5m2 in (a.dtype, b.dtype) else fastest(m, n, k)
+
+
 def _multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int) -> Tensor:
     groups = ends.shape[0]
     if block == 0:
-        tile = fastest(rows // groups, b.shape[1], a.shape[1])
+        tile = _tile(a, b, rows // groups, b.shape[1], a.shape[1])
         given = a, scale_a, b, scale_b, ends
         return torch_rows(*given) if tile is None else triton_rows(*given, tile)
-    tile = fastest(a.shape[0], b.shape[0], a.shape[1] // groups)
+    tile = _tile(a, b, a.shape[0], b.shape[0], a.shape[1] // groups)
     columns = a, scale_a, b, scale_b, ends, rows, block
     return torch_columns(*columns) if tile is None else triton_columns(*columns, tile)
 
@@ -143,11 +163,12 @@ def _multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tens
 def fp8_rows_grouped_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, ends: Tensor, rows: int, block: int
 ) -> Tensor:
-    """Products of codes (float8_e4m3fn) in groups of ``rows`` rows, of which ``ends`` are the ends.
+    """Products of float8 codes, or of bfloat16 values, in groups of ``rows`` rows, of which ``ends`` are the ends.
 
     ``block`` 0: a (rows, K) by b (G, N, K). Otherwise a (N, P) by b (K, P), groups of columns padded to ``block``.
     """
-    op, device, e4m3 = "mxtensor::fp8_rows_grouped_mm", a.device, (torch.float8_e4m3fn,)
+    op, device = "mxtensor::fp8_rows_grouped_mm", a.device
+    dtypes = (a.dtype,) if a.dtype is torch.bfloat16 else (torch.float8_e4m3fn, torch.float8_e5m2)
     check_argument(op, "ends", ends, (torch.int32,), (None,), device)
     groups = ends.shape[0]
     if not 0 < groups <= MAX_GROUPS or block % INNER or rows < 0:
@@ -155,8 +176,8 @@ def fp8_rows_grouped_mm(
             f"{op} needs 1 to {MAX_GROUPS} groups and a block of multiples of {INNER}; got {groups}, {block}"
         )
     inner = padded_length(rows, groups, block) if block else a.shape[-1]
-    check_argument(op, "a", a, e4m3, (None, inner) if block else (rows, inner), device)
-    check_argument(op, "b", b, e4m3, (None, inner) if block else (groups, None, inner), device)
+    check_argument(op, "a", a, dtypes, (None, inner) if block else (rows, inner), device)
+    check_argument(op, "b", b, dtypes, (None, inner) if block else (groups, None, inner), device)
     sizes = (groups * a.shape[0], groups * b.shape[0]) if block else (rows, groups * b.shape[1])
     for name, scale, size in zip(("scales of a", "scales of b"), (scale_a, scale_b), sizes, strict=True):
         check_argument(op, name, scale, (torch.float32,), (size,), device)

@@ -1,5 +1,5 @@
-"""Products of operands with a global scale for each row: a product without global scales, whose float32 result they
-multiply.
+"""Products of operands with a global scale for each row, or on CUDA for each matrix of a stack: a product without
+global scales, whose float32 result they multiply.
 
 A row of the left operand is a row of the result, a row of the right one a column. So any product kernel serves, and
 what it adds up is what it adds up for one global scale. TransformerEngine computes row-scaled NVFP4 in the same way
@@ -18,7 +18,7 @@ from ...numerics.formats import Format
 from ...numerics.operand import Operand
 from ..quantize.select import quantize_operand
 from .row_operand import RowOperand
-from .spec import GemmArgs, GemmOperand, Unquantized, finish
+from .spec import FakeQuantized, GemmArgs, GemmOperand, Unquantized, data_of, finish, has_group_scales
 
 
 def is_row_scaled(side: GemmOperand) -> bool:
@@ -26,6 +26,11 @@ def is_row_scaled(side: GemmOperand) -> bool:
     if isinstance(side, (Tensor, RowOperand)):
         return False
     return side.format.row_scaled and (isinstance(side, Unquantized) or side.global_scale is not None)
+
+
+def has_scales_apart(side: GemmOperand) -> bool:
+    """Whether the result of a product is best multiplied by global scales of this operand."""
+    return is_row_scaled(side) or (has_group_scales(side) and data_of(side).is_cuda)
 
 
 class Apart(NamedTuple):
@@ -49,7 +54,10 @@ def without_row_scales(a: GemmOperand, b: GemmOperand, args: GemmArgs, casts: bo
 
 
 def _apart(side: GemmOperand, casts: bool) -> tuple[GemmOperand, list[Tensor]]:
-    """An operand without the global scales of its rows, and those."""
+    """An operand without the global scales of its rows or matrices, and those."""
+    if isinstance(side, FakeQuantized) and has_group_scales(side):
+        assert side.global_scale is not None
+        return side.values.to(torch.bfloat16), [side.global_scale]
     if isinstance(side, (Tensor, RowOperand)) or not is_row_scaled(side):
         return side, []
     format = side.format.without_global_scale()

@@ -27,8 +27,8 @@ from ..gemm import (
 )
 from ..small_m import kernel as small_m
 from .fp8_rows_by_codes import wants_rows
-from .scaled_rows import is_row_scaled, with_row_scales, without_row_scales
-from .spec import Form, GemmArgs, GemmOperand, data_of, facts_of, format_of, without_lazy_signs
+from .scaled_rows import has_scales_apart, is_row_scaled, with_row_scales, without_row_scales
+from .spec import Form, GemmArgs, GemmOperand, data_of, facts_of, format_of, has_group_scales, without_lazy_signs
 
 GEMM: tuple[Kernel, ...] = (
     scaled_mm.KERNEL, dot_scaled.KERNEL, fp8_rows.KERNEL, small_m.KERNEL, cpu_codes.KERNEL, dequant.KERNEL,
@@ -81,7 +81,7 @@ def gemm(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | 
         raise ValueError(
             f"{op}: the contracted dimensions differ: {left} has {left[-1]} columns, the other operand {right[-1]} rows"
         )
-    if is_row_scaled(a) or is_row_scaled(b):
+    if has_scales_apart(a) or has_scales_apart(b):
         apart = without_row_scales(a, b, args)
         return with_row_scales(gemm(op, apart.a, apart.b, apart.args, prefer), apart.scales, args)
     return perform(GEMM, spec, a, b, args, prefer=prefer, facts=facts_of(a, b, args))  # type: ignore[no-any-return]
@@ -128,7 +128,7 @@ def grouped_gemm(
     a, b, args = without_lazy_signs(a, b, args)
     spec = _spec(op, a, b, args)
     _check_devices(op, spec.device, data_of(a), args.bias, ends)
-    if is_row_scaled(a):
+    if is_row_scaled(a) and not (has_group_scales(a) and has_group_scales(b)):
         apart = without_row_scales(a, b, args)
         return with_row_scales(grouped_gemm(op, apart.a, apart.b, ends, apart.args, prefer), apart.scales, args)
     return perform(GROUPED, spec, a, b, ends, args, prefer=prefer, facts=_group_facts(a, b, args))  # type: ignore[no-any-return]

@@ -54,11 +54,12 @@ class Form(Enum):
 class FakeQuantized:
     """Values that a cast to ``format`` has rounded already, not multiplied by the global scale.
 
-    ``values``: (..., rows, K) with any strides; ``global_scale``: a float32 scalar or None.
+    ``values``: (..., rows, K) with any strides; ``global_scale``: see below, or None.
     """
 
     values: Tensor
     global_scale: Tensor | None
+    """float32: a scalar, or the scales of groups or of matrices of a stack, which broadcast to the values"""
     format: Format
 
     @property
@@ -128,7 +129,25 @@ def facts_of(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:
     layout = data.device.type == "cpu" and isinstance(b, Operand) and data.is_contiguous() and b.scale.is_contiguous()
     captured = is_captured(data)
     known = captured and isinstance(b, Operand) and is_known(b)
-    return type(a), data_of(a).dtype, type(b), data.dtype, added, args.alpha, args.beta, layout, captured, known
+    by_group = has_group_scales(a), has_group_scales(b)
+    return (
+        type(a),
+        data_of(a).dtype,
+        type(b),
+        data.dtype,
+        by_group,
+        added,
+        args.alpha,
+        args.beta,
+        layout,
+        captured,
+        known,
+    )
+
+
+def has_group_scales(side: GemmOperand) -> bool:
+    """Whether groups of an operand, or matrices of a stack, have global scales of their own."""
+    return isinstance(side, FakeQuantized) and side.global_scale is not None and side.global_scale.dim() > 0
 
 
 def needs_codes(a: GemmOperand, b: GemmOperand, or_rows: bool = False) -> str | None:

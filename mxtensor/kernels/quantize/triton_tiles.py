@@ -15,8 +15,8 @@ FULL_ROWS: tuple[int, int] = (4096, 8)
 """(columns read at a time, warps) of a program of the cast with one scale per row."""
 COLUMNS: dict[str, Tile] = {"": (4, 128, 4), "codes": (4, 64, 4), "values": (4, 64, 4)}
 """What is written for rows too -> (spans of rows, columns, warps) of the cast with blocks along columns."""
-WORDS: dict[str, Tile] = {"": (8, 32, 4), "codes": (2, 64, 4), "values": (2, 64, 4)}
-"""The same from bfloat16 to float8: (spans of rows, pairs of columns, warps)."""
+WORDS: dict[str, Tile] = {"": (8, 32, 4), "codes": (2, 64, 4), "random codes": (2, 64, 8), "values": (2, 64, 4)}
+"""The same from bfloat16 to float8: (spans of rows, pairs of columns, warps). Random numbers take registers."""
 EXTREMES: Tile = (64, 64, 4)
 """(rows, pairs of columns, warps) of a program of the pass for the largest scales; measured on an H100."""
 ROUND: dict[bool, Tile] = {False: (2, 512, 2), True: (32, 128, 4)}

@@ -38,7 +38,8 @@ def both_ways(rows, cols):
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
     monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 16, 4))
-    monkeypatch.setitem(triton_tiles.WORDS, "codes", (1, 16, 4))
+    for form in ("codes", "random codes"):
+        monkeypatch.setitem(triton_tiles.WORDS, form, (1, 16, 4))
 
 
 def check(made, x, cast):

@@ -336,7 +336,8 @@ def test_a_step_on_the_gpu_never_waits_and_can_be_captured():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["MXFP4BlockScaling", "NVFP4BlockScaling", "Float8CurrentScaling", "Float8BlockScaling"]
+    "name",
+    ["MXFP4BlockScaling", "MXFP6BlockScaling", "NVFP4BlockScaling", "Float8CurrentScaling", "Float8BlockScaling"],
 )
 def test_other_recipes_run_on_the_gpu(name):
     options = {"stochastic_rounding": False} if name == "MXFP4BlockScaling" else {}

@@ -26,8 +26,8 @@ def ends_of(sizes, device="cpu"):
     return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
 
 
-def codes(*shape, device="cpu"):
-    return torch.randn(shape, device=device).to(E4M3)
+def codes(*shape, device="cpu", dtype=E4M3):
+    return torch.randn(shape, device=device).to(dtype)
 
 
 def scales(count, device="cpu"):
@@ -70,22 +70,24 @@ def check_columns(y, a, scale_a, b, scale_b, groups, sums):
         start = end
 
 
-def rows_case(device, tile, sizes, after, width, inner, sums):
+def rows_case(device, tile, sizes, after, width, inner, sums, dtypes=(E4M3, E4M3)):
     rows, count = sum(sizes) + after, len(sizes)
-    a, b = codes(rows, inner, device=device), codes(count, width, inner, device=device)
+    a = codes(rows, inner, device=device, dtype=dtypes[0])
+    b = codes(count, width, inner, device=device, dtype=dtypes[1])
     scale_a, scale_b = scales(rows, device), scales(count * width, device)
     ends = ends_of(sizes, device)
     run = groups_mm.torch_rows if tile is None else lambda *given: groups_mm.triton_rows(*given, tile)
     check_rows(run(a, scale_a, b, scale_b, ends), a, scale_a, b, scale_b, sizes, sums)
 
 
-def columns_case(device, tile, sizes, after, height, width, block, sums):
+def columns_case(device, tile, sizes, after, height, width, block, sums, dtypes=(E4M3, E4M3)):
     rows, count = sum(sizes) + after, len(sizes)
     groups = Groups(ends_of(sizes, device), rows, block)
-    a, b = codes(height, groups.length, device=device), codes(width, groups.length, device=device)
+    a = codes(height, groups.length, device=device, dtype=dtypes[0])
+    b = codes(width, groups.length, device=device, dtype=dtypes[1])
     tail = int(groups.padded_ends[-1])
     for t in (a, b):  # NaN, which no sum may touch
-        t.view(torch.uint8)[:, tail:] = 0x7F
+        t[:, tail:] = torch.full((), float("nan")).to(t.dtype)
     scale_a, scale_b = scales(count * height, device), scales(count * width, device)
     run = groups_mm.torch_columns if tile is None else lambda *given: groups_mm.triton_columns(*given, tile)
     check_columns(run(a, scale_a, b, scale_b, groups.given, rows, block), a, scale_a, b, scale_b, groups, sums)
@@ -112,6 +114,19 @@ def test_rows_meet_the_matrix_of_their_group(monkeypatch, tile, width, inner, si
 def test_the_columns_of_each_group_give_a_matrix(monkeypatch, tile, height, width, block, sizes, after):
     poisoned(monkeypatch)
     columns_case("cpu", tile, sizes, after, height, width, block, FLOAT32_SUMS)
+
+
+OTHERS = [(torch.float8_e5m2, E4M3), (E4M3, torch.float8_e5m2), (BF16, BF16)]
+
+
+@interpreted
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("dtypes", OTHERS, ids=["e5m2 left", "e5m2 right", "bfloat16"])
+def test_other_codes_and_values_are_multiplied_too(monkeypatch, dtypes, block):
+    poisoned(monkeypatch)
+    rows_case("cpu", SMALL, SIZES, 20, 48, 80, FLOAT32_SUMS, dtypes)
+    columns_case("cpu", SMALL, SIZES, 20, 48, 64, block, FLOAT32_SUMS, dtypes)
 
 
 @interpreted
@@ -171,6 +186,18 @@ def test_the_faster_product_runs(monkeypatch):
     assert costs.fastest(2048, 14336, 4096) == WIDE and costs.fastest(1536, 4096, 512) is None
 
 
+def test_what_torch_does_not_multiply_takes_a_tile_of_this_package(monkeypatch):
+    (e4m3, e5m2, values), sizes = (
+        (torch.empty(1, dtype=t) for t in (E4M3, torch.float8_e5m2, BF16)),
+        (2048, 14336, 4096),
+    )
+    assert groups_mm._tile(e4m3, e4m3, *sizes) is None
+    assert groups_mm._tile(e5m2, e4m3, *sizes) == groups_mm._tile(e4m3, e5m2, *sizes) == WIDE
+    for capability, tile in (((9, 0), costs.VALUES), ((8, 9), costs.FEW_VALUES)):
+        monkeypatch.setattr(groups_mm.triton_launch, "instructions_of", lambda device, has=capability: has)
+        assert groups_mm._tile(values, values, *sizes) == tile
+
+
 @interpreted
 def test_the_op_is_the_product_and_checks_its_arguments(monkeypatch):
     monkeypatch.setattr(groups_mm, "fastest", lambda m, n, k: SMALL)
@@ -220,6 +247,15 @@ TILES = [None, NARROW, WIDE, Tile(128, 128, 1, 128, 16, 8, 4)]
 @pytest.mark.parametrize("tile", TILES, ids=["torch", "square", "wide", "low"])
 def test_rows_on_the_gpu(hopper, tile, width, inner, sizes, after):
     rows_case("cuda", tile, sizes, after, width, inner, HOPPER_PART)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", OTHERS, ids=["e5m2 left", "e5m2 right", "bfloat16"])
+@pytest.mark.parametrize("tile", [NARROW, WIDE, costs.VALUES, costs.FEW_VALUES])
+def test_other_codes_and_values_on_the_gpu(hopper, tile, dtypes):
+    rows_case("cuda", tile, [700, 0, 513, 1024, 3], 32, 1040, 272, HOPPER_PART, dtypes)
+    for block in (16, 128):
+        columns_case("cuda", tile, [700, 0, 513, 1024, 3], 32, 1040, 272, block, HOPPER_PART, dtypes)
 
 
 @pytest.mark.gpu

@@ -31,7 +31,8 @@ SIZES = [5, 0, 40, 33]
 def several_tiles(monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 32, 4))
-        monkeypatch.setitem(triton_tiles.WORDS, "codes", (1, 32, 4))
+        for form in ("codes", "random codes"):
+            monkeypatch.setitem(triton_tiles.WORDS, form, (1, 32, 4))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,31 @@
+"""The global scales of groups, or of matrices of a stack, as products take them: one for each row of each group."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...numerics.groups import Groups
+from .spec import FakeQuantized
+
+
+def _scale(side: FakeQuantized) -> Tensor:
+    assert side.global_scale is not None
+    return side.global_scale
+
+
+def of_rows(side: FakeQuantized) -> Tensor:
+    """float32 (M,), from those of rows in groups (M, K)."""
+    return _scale(side).expand(side.shape[0], 1).reshape(-1)
+
+
+def of_stack(side: FakeQuantized) -> Tensor:
+    """float32 (G * N,), from those of a stack (G, N, K)."""
+    return _scale(side).expand(*side.shape[:2], 1).reshape(-1)
+
+
+def of_columns(side: FakeQuantized, groups: Groups) -> Tensor:
+    """float32 (G * rows,), from those of the columns of padded groups (rows, P)."""
+    scale = _scale(side).expand(side.shape[0], groups.length)
+    starts = F.pad(groups.padded_ends, (1, 0)).narrow(0, 0, groups.number).clamp(max=groups.length - 1)
+    return scale.index_select(1, starts).t().reshape(-1)
