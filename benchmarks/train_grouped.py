@@ -18,14 +18,25 @@ from torch import Tensor, nn
 
 import mxtensor as mx
 from mxtensor.convert.training import training_parameter
-from mxtensor.recipe import Float8BlockScaling, MXFP4BlockScaling, MXFP8BlockScaling, Recipe
+from mxtensor.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 
 from .cuda import GpuRow, Target, event_clock, gpu_arguments, machine_line, print_failures, print_verdicts
 from .harness import Prepare, Work, print_table, timed, write_json
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "mxfp8": MXFP8BlockScaling,
+    "mxfp6": MXFP6BlockScaling,
     "mxfp4": MXFP4BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+    "float8 current": Float8CurrentScaling,
     "float8 block": Float8BlockScaling,
 }
 BASE, EAGER, COMPILED = "bfloat16", "eager", "compiled"

@@ -380,6 +380,12 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp4 bf16 rows of both": (lambda: both_rows("mxfp4", 4096, 4096), True),
     "mxfp4 bf16 stochastic rows of both": (lambda: both_rows("mxfp4 stochastic", 4096, 4096), False),
     "mxfp6_e3m2 bf16 rows of both tail": (lambda: both_rows("mxfp6_e3m2", 4112, 4080), True),
+    "mxfp8[32x32] bf16 rows of both": (lambda: both_rows("mxfp8[32x32]", 4096, 4096), True),
+    "mxfp4[32x32] bf16 rows of a stack tail": (lambda: both_of_matrices("mxfp4[32x32]", 1056, 4064, 0), True),
+    "float8_e4m3_128x128_pow2 bf16 rows of a stack": (
+        lambda: both_of_matrices("float8_e4m3_128x128_pow2", 2048, 4096, 0),
+        True,
+    ),
     "mxfp6 bf16 rows of groups": (lambda: both_of_matrices("mxfp6", 4096, 4096, 64), True),
     "mxfp4 bf16 stochastic rows of groups": (lambda: both_of_matrices("mxfp4 stochastic", 4096, 4080, 8), False),
     "mxfp8 bf16 rows of a stack": (lambda: both_of_matrices("mxfp8", 2048, 4096, 0), True),

@@ -3,6 +3,7 @@
 Host side of ``triton_device/row_scaled_both.py``. The first pass finds the largest scale of each row and column; the
 second one casts and re-expresses at once. Blocks may be any distance apart: see ``numerics/row_scaled.py``. The kernels
 read words of two bfloat16; values of other dtypes, such as float32 weights under torch.autocast, take a cast each way.
+Square blocks of the transpose are those of the matrix, transposed.
 
 A stack of matrices is cast as its matrices are, and rows in groups as each group is: a column has scales of its own in
 each matrix and each group. The ends of the groups stay on the device.
@@ -36,15 +37,18 @@ Pair = tuple[RowOperand | None, RowOperand | None]
 def why_not_both(x: Tensor, cast: Cast) -> str | None:
     """Why the row-scaled operands of a matrix and of its transpose cannot be cast in two passes; None if they can."""
     format = cast.format
-    reason = why_not(format) or why_not_along_rows(x, cast)
+    square = format.square and x.dtype is torch.bfloat16
+    reason = why_not(format) or (None if square else why_not_along_rows(x, cast))
     if reason is not None:
         return reason
     if format.block[1] < 32:
         return f"casts blocks of 32 values or more, not {format}"
-    if cast.rounding is Rounding.STOCHASTIC and (format.element.bits == 8 or x.dtype is not torch.bfloat16):
+    random = cast.rounding is Rounding.STOCHASTIC
+    if random and (format.element.bits == 8 or format.square or x.dtype is not torch.bfloat16):
         return f"rounds bfloat16 to fewer than 8 bits stochastically, not {dtype_name(x.dtype)} to {format}"
-    if x.dim() not in (2, 3) or x.shape[-2] % INNER or x.shape[-1] % INNER or 0 in x.shape:
-        return f"needs a matrix of multiples of {INNER} rows and columns or a stack of them, not {tuple(x.shape)}"
+    size = format.block[1] if square else INNER
+    if x.dim() not in (2, 3) or x.shape[-2] % size or x.shape[-1] % size or 0 in x.shape:
+        return f"needs a matrix of multiples of {size} rows and columns or a stack of them, not {tuple(x.shape)}"
     return None
 
 
@@ -53,6 +57,8 @@ def why_not_groups(x: Tensor, cast: Cast, groups: Groups) -> str | None:
     reason = why_not_both(x, cast)
     if reason is not None:
         return reason
+    if cast.format.square:
+        return f"casts blocks along rows in groups, not those of {cast.format}"
     if x.dim() != 2 or x.dtype is not torch.bfloat16:
         return f"casts groups of rows of bfloat16, not {dtype_name(x.dtype)} {tuple(x.shape)}"
     if groups.block not in PADS or groups.block % cast.format.block[1]:
@@ -116,7 +122,7 @@ def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand
     x = x if in_pairs(x) else x.contiguous()
     (rows, cols), device, words = x.shape, x.device, x.shape[1] // 2
     code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
-    seed = seed_of(cast, device)
+    seed, square = seed_of(cast, device), cast.format.square
     extremes = zeros(rows + matrices.number * cols, device)
     of_columns, of_rows = extremes[: matrices.number * cols], extremes[matrices.number * cols :]
     high, wide, warps = tiles.EXTREMES
@@ -132,7 +138,7 @@ def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand
             device_code("row_scaled_both.extremes_of_both"),
             matrices.programs(high) * ceil_div(words, wide),
             (x, of_rows, of_columns, *given, words, x.stride(0) // 2, matrices.blocks),
-            (code, constants, high, wide, row is not None, *even(high, wide), matrices.pad, matrices.power),
+            (code, constants, high, wide, row is not None, *even(high, wide), matrices.pad, matrices.power, square),
             warps,
         )
         spans, wide, warps = tiles.WORDS["codes" if seed is None else "random codes"]
@@ -147,7 +153,7 @@ def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand
                 x, of_rows, of_columns, *components, *column[:4], seed, *given, words, x.stride(0) // 2, words,
                 ceil_div(cols, block), ceil_div(length, block), length // INNER, matrices.blocks,
             ),
-            (code, constants, spans, wide, row is not None, *even(high, wide), matrices.pad, matrices.power),
+            (code, constants, spans, wide, row is not None, *even(high, wide), matrices.pad, matrices.power, square),
             warps,
         )  # fmt: skip
 

@@ -138,8 +138,8 @@ def _is_transposed(x: Tensor, cast: Cast) -> bool:
 
 
 def _takes_both(cast: Cast, columnwise: Form | None) -> bool:
-    """Whether the cast that makes both operands runs; that of rows alone rounds to nearest."""
-    return columnwise is not None or cast.rounding is Rounding.STOCHASTIC
+    """Whether the cast that makes both operands runs; that of rows alone rounds blocks along rows to nearest."""
+    return columnwise is not None or cast.rounding is Rounding.STOCHASTIC or cast.format.square
 
 
 def _run(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:

@@ -29,11 +29,12 @@ HUGE = tl.constexpr(1 << 20)
 
 
 @triton.jit
-def extreme_words(bits, C: tl.constexpr, R: tl.constexpr):
-    """e + 1 or HUGE of blocks with these amax bits; 0 for blocks of zeros."""
+def extreme_words(bits, own, C: tl.constexpr, R: tl.constexpr):
+    """e + 1 or HUGE of blocks with these amax bits; 0 where the code of ``own``, the amax of a row of the block, is
+    zero."""
     stored, multiplier, _, finite = block_scales(bits, tl.full((), 1.0, tl.float32), C)
     e, _kind = exponent_of(stored, C)
-    live = finite & (float_of(bits) * multiplier > R.half)
+    live = finite & (float_of(own) * multiplier > R.half)
     return tl.where(finite, tl.where(live, e + 1, 0), HUGE)
 
 
@@ -50,7 +51,7 @@ def in_tile(row, rows, col, cols, WIDE: tl.constexpr):
 def extremes_of_both(
     x_ptr, row_ptr, column_ptr, ends_ptr, count, rows, words, stride, all_blocks,
     C: tl.constexpr, R: tl.constexpr, HIGH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr,
+    WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
     """x (all rows, words) int32; a program takes HIGH rows and BK words. row_ptr (all rows,), column_ptr (count,
     2 * words). ``count`` to GROUPS: see ``place``. EVEN: all tiles are whole; WIDE: all have whole rows.
@@ -67,14 +68,25 @@ def extremes_of_both(
     tile_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first.to(tl.int64) * stride + (row * stride + col)
     word = tl.load(tile_ptr) if EVEN else tl.load(tile_ptr, mask=in_tile(row, there, col, words, WIDE), other=0)
     word = word & MAGNITUDES
+    NB: tl.constexpr = 2 * BK // C.block
+    HB: tl.constexpr = HIGH // C.block
+    pair = largest(tl.reshape(word, (HB, C.block, BK)), 1, C)
+    low, high = pair << 16, pair & 0x7FFF0000
+    low_block, high_block = low, high
+    if SQUARE:
+        block = tl.max(tl.reshape(tl.maximum(low, high), (HB, NB, C.block // 2)), axis=2)
+        low_block = tl.reshape(tl.broadcast_to(block[:, :, None], (HB, NB, C.block // 2)), (HB, BK))
+        high_block = low_block
     if ROWS:
-        NB: tl.constexpr = 2 * BK // C.block
-        pair = largest(tl.reshape(word, (HIGH, NB, C.block // 2)), 2, C)
-        top = extreme_words(tl.maximum(pair << 16, pair & 0x7FFF0000), C, R)
+        of_row = largest(tl.reshape(word, (HIGH, NB, C.block // 2)), 2, C)
+        of_row = tl.maximum(of_row << 16, of_row & 0x7FFF0000)
+        of_block = of_row
+        if SQUARE:
+            of_block = tl.reshape(tl.broadcast_to(block[:, None, :], (HB, C.block, NB)), (HIGH, NB))
         at = tl.arange(0, HIGH)
-        tl.atomic_max(row_ptr + first + at, tl.max(top, axis=1), mask=at < there, sem="relaxed")
-    pair = largest(tl.reshape(word, (HIGH // C.block, C.block, BK)), 1, C)
-    low_top, high_top = extreme_words(pair << 16, C, R), extreme_words(pair & 0x7FFF0000, C, R)
+        top = tl.max(extreme_words(of_block, of_row, C, R), axis=1)
+        tl.atomic_max(row_ptr + first + at, top, mask=at < there, sem="relaxed")
+    low_top, high_top = extreme_words(low_block, low, C, R), extreme_words(high_block, high, C, R)
     at = 2 * (right * BK + tl.arange(0, BK))
     inside = (right * BK + tl.arange(0, BK) < words) & (matrix < count)
     to = column_ptr + matrix * (2 * words) + at
@@ -103,18 +115,22 @@ def own_or_top(extremes_ptr, at, inside, R: tl.constexpr):
 
 @triton.jit
 def cast_rows(
-    word, row, col, to_ptr, rows, words, width, row_extremes_ptr, first_row, first_four, seed_ptr,
-    C: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    word, row, col, to_ptr, rows, words, width, row_extremes_ptr, first_row, first_four, seed_ptr, square_bits,
+    C: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
     """Store the codes of one group of rows of words (Q, W, J, V); returns the scales of its blocks (NB, W, J).
-    ``first_four``: the number of the first four values of the tile, in its row."""
+    ``first_four``: the number of the first four values of the tile, in its row; ``square_bits``: with SQUARE the amax
+    bits of the blocks (NB, W, J), which have rows of other groups."""
     Q: tl.constexpr = word.shape[0]
     W: tl.constexpr = word.shape[1]
     J: tl.constexpr = word.shape[2]
     V: tl.constexpr = word.shape[3]
-    pair = largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C)
-    one = tl.full((), 1.0, tl.float32)
-    stored, multiplier, _, finite = block_scales(tl.maximum(pair << 16, pair & 0x7FFF0000), one, C)
+    if SQUARE:
+        bits = square_bits
+    else:
+        pair = largest(tl.reshape(largest(word & MAGNITUDES, 3, C), (NB, Q // NB, W, J)), 1, C)
+        bits = tl.maximum(pair << 16, pair & 0x7FFF0000)
+    stored, multiplier, _, finite = block_scales(bits, tl.full((), 1.0, tl.float32), C)
     line = tl.reshape(row, (1, W, J))
     top = own_or_top(row_extremes_ptr, first_row + line, line < rows, R)
     if C.bits < 8:
@@ -146,7 +162,7 @@ def cast_both_to_rows(
     trow_scale_ptr, tbeyond_ptr, tscale_ptr, seed_ptr, ends_ptr, count, rows, words, stride, width, scale_cols,
     tscale_cols, sixteens, all_blocks,
     C: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr,
+    WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
     """x (all rows, words) int32, BK words and W spans of 32 rows to a program; ``stride`` and ``width`` are in words
     and in pairs of codes. ``sixteens``: the length of a row of transposed codes over 16. ROWS: the rows are cast, too.
@@ -183,18 +199,30 @@ def cast_both_to_rows(
     pair = largest(larger(upper, lower, C), 2, C)
     if G > 1:
         pair = largest(tl.reshape(pair, (Q, W // G, G, V)), 2, C)
+    low_bits, high_bits, square_bits = pair << 16, pair & 0x7FFF0000, pair
+    if SQUARE:
+        B: tl.constexpr = W // G
+        square = tl.max(tl.reshape(tl.max(tl.maximum(low_bits, high_bits), axis=2), (NB, Q // NB, B)), axis=1)
+        low_bits = tl.reshape(tl.broadcast_to(square[:, None, :], (NB, Q // NB, B)), (Q, B))
+        low_bits = tl.broadcast_to(low_bits[:, :, None], (Q, B, V))
+        high_bits = low_bits
+        square_bits = tl.reshape(tl.broadcast_to(square[:, :, None], (NB, B, G)), (NB, W))
+        square_bits = tl.broadcast_to(square_bits[:, :, None], (NB, W, J))
     one = tl.full((), 1.0, tl.float32)
-    low_stored, low, _, low_finite = block_scales(pair << 16, one, C)
-    high_stored, high, _, high_finite = block_scales(pair & 0x7FFF0000, one, C)
+    low_stored, low, _, low_finite = block_scales(low_bits, one, C)
+    high_stored, high, _, high_finite = block_scales(high_bits, one, C)
     column = 2 * (first + tl.arange(0, Q)[:, None, None] * V + tl.arange(0, V)[None, None, :])
     of_matrix, known = matrix * cols + column, (column < cols) & live
     low_top, low_beyond, _s0 = decided(column_extremes_ptr, of_matrix, known, R)
     high_top, high_beyond, _s1 = decided(column_extremes_ptr, of_matrix + 1, known, R)
     block = tl.arange(0, W // G)[None, :, None]
     inside = known & (block * C.block < left)
-    to = tscale_ptr + (before + column).to(tl.int64) * tscale_cols + (to_col // C.block + block)
+    scale_row = before + column
+    if SQUARE:
+        scale_row = scale_row // C.block
+    to = tscale_ptr + scale_row.to(tl.int64) * tscale_cols + (to_col // C.block + block)
     tl.store(to, low_stored, mask=inside & low_beyond)
-    tl.store(to + tscale_cols, high_stored, mask=inside & high_beyond)
+    tl.store(to if SQUARE else to + tscale_cols, high_stored, mask=inside & high_beyond)
     low_top, high_top = tl.where(low_beyond, OWN_TOP, low_top), tl.where(high_beyond, OWN_TOP, high_top)
     if C.bits < 8:
         low_shift, high_shift = power_of_shift(low_stored, low_top, C, R), power_of_shift(high_stored, high_top, C, R)
@@ -238,22 +266,27 @@ def cast_both_to_rows(
         row_ptr = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (tile_row.to(tl.int64) * width + first)
         at = first // V
         s0 = cast_rows(
-            w0, row, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, C, R, NB, EVEN, WIDE
-        )
+            w0, row, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, square_bits,
+            C, R, NB, EVEN, WIDE, SQUARE,
+        )  # fmt: skip
         s1 = cast_rows(
-            w1, row + 1, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, C, R, NB, EVEN, WIDE
-        )
+            w1, row + 1, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, square_bits,
+            C, R, NB, EVEN, WIDE, SQUARE,
+        )  # fmt: skip
         s2 = cast_rows(
-            w2, row + 2, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, C, R, NB, EVEN, WIDE
-        )
+            w2, row + 2, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, square_bits,
+            C, R, NB, EVEN, WIDE, SQUARE,
+        )  # fmt: skip
         s3 = cast_rows(
-            w3, row + 3, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, C, R, NB, EVEN, WIDE
-        )
+            w3, row + 3, col, row_ptr, there, across, width, of_rows, tile_row, at, seed_ptr, square_bits,
+            C, R, NB, EVEN, WIDE, SQUARE,
+        )  # fmt: skip
         line = tl.arange(0, W * SPAN)
         tile, inside = tile_row + line[:, None], line[:, None] < there
         block = right * NB + tl.arange(0, NB)[None, :]
         _top, beyond, _scale = decided(row_extremes_ptr, tile, inside, R)
-        to = scale_ptr + tile.to(tl.int64) * scale_cols + block
+        scale_row = tile // C.block if SQUARE else tile
+        to = scale_ptr + scale_row.to(tl.int64) * scale_cols + block
         tl.store(to, in_row_order(s0, s1, s2, s3), mask=inside & beyond & (block < scale_cols))
         if right == 0:
             store_facts(row_extremes_ptr, row_scale_ptr, beyond_ptr, tile_row + line, line < there, R)

@@ -87,6 +87,42 @@ def test_other_scale_rules_and_strided_values(mode):
     check(column, x.t().contiguous(), cast)
 
 
+@pytest.mark.exhaustive(quick=2)
+@pytest.mark.parametrize("shape", [(32, 64), (64, 96), (128, 256)])
+@pytest.mark.parametrize("name", ["mxfp8[32x32]", "mxfp4[32x32]", "mxfp8_e5m2[64x64]", "float8_e4m3_128x128_pow2"])
+def test_square_blocks_serve_both_ways(name, shape):
+    cast, size = mx.Cast.of(name), mx.Cast.of(name).format.block[0]
+    shape = [n + -n % size for n in shape]
+    x = (torch.randn(shape) * 2.0 ** (3.0 * (torch.arange(shape[1]) // 32))).to(BF16)
+    x[0, :size], x[5] = 0, 0  # zeros in blocks that have other rows
+    x[:, -1] *= 2.0**90  # beyond the bound
+    if shape[0] > size:
+        x[-1, 3] = float("inf")
+    row, column = rows_of_both(x, cast)
+    assert check_square(row, x, cast) | check_square(column, x.t().contiguous(), cast)
+    alone, none = fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, None)
+    assert none is None and torch.equal(alone.codes, row.codes)
+    stack = torch.stack([x, 2 * x.flip(0)])
+    row, column = rows_of_both(stack, cast)
+    for i, one in enumerate(stack):
+        for made, matrix in ((row, one), (column, one.t().contiguous())):
+            high = len(matrix)
+            part = slice(i * high, (i + 1) * high)
+            check_rows(
+                [t[part] for t in made[:3]], row_scaled(encode(matrix, cast), any_distance=True), matrix.shape[1]
+            )
+
+
+def check_square(made, x, cast):
+    """``check`` of square blocks: scales belong to several rows, and are written if one is beyond the bound."""
+    operand = encode(x, cast)
+    expected = row_scaled(operand, any_distance=True)
+    check_rows(made[:3], expected, x.shape[1])
+    beyond = expected.beyond.bool().view(-1, cast.format.block[0]).any(1)
+    assert torch.equal(made.scale[beyond], operand.scale[beyond])
+    return beyond.any()
+
+
 @pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3[1x64]", "mxfp6_e3m2"])
 def test_random_numbers_are_those_of_two_casts(name):
@@ -130,7 +166,8 @@ def test_the_values_of_an_operand_are_those_of_its_codes_within_the_bound(name):
         ("mxfp8", (2, 40, 64), BF16, "not (2, 40, 64)"),
         ("mxfp8", (32, 64), torch.float64, "not for float64"),
         ("nvfp4", (32, 64), BF16, "powers of two"),
-        ("mxfp8[32x32]", (32, 64), BF16, "blocks along rows"),
+        ("mxfp8[32x32]", (32, 64), torch.float32, "blocks along rows"),
+        ("mxfp8[32x32]", (48, 64), BF16, "multiples of 32 rows and columns"),
     ],
 )
 def test_what_is_refused(name, shape, dtype, reason):

@@ -116,6 +116,8 @@ def test_the_columns_of_each_group_give_a_matrix(monkeypatch, tile, height, widt
     columns_case("cpu", tile, sizes, after, height, width, block, FLOAT32_SUMS)
 
 
+TILES_OF = {False: (NARROW, WIDE), True: (costs.VALUES, costs.FEW_VALUES)}
+"""Whether values are multiplied -> the tiles."""
 OTHERS = [(torch.float8_e5m2, E4M3), (E4M3, torch.float8_e5m2), (BF16, BF16)]
 
 
@@ -250,8 +252,10 @@ def test_rows_on_the_gpu(hopper, tile, width, inner, sizes, after):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", OTHERS, ids=["e5m2 left", "e5m2 right", "bfloat16"])
-@pytest.mark.parametrize("tile", [NARROW, WIDE, costs.VALUES, costs.FEW_VALUES])
+@pytest.mark.parametrize(
+    "tile, dtypes",
+    [(tile, dtypes) for dtypes in OTHERS for tile in TILES_OF[dtypes[0] is BF16]],
+)
 def test_other_codes_and_values_on_the_gpu(hopper, tile, dtypes):
     rows_case("cuda", tile, [700, 0, 513, 1024, 3], 32, 1040, 272, HOPPER_PART, dtypes)
     for block in (16, 128):
