@@ -19,30 +19,36 @@ def figures_of_users(short: Callable[[dict[str, Any]], str]) -> list[tuple[str, 
     from benchmarks.decode import DecodeRow
 
     machine, layers = read_json(RESULTS / "users_layers.json", DecodeRow)
-    gpu, found = short(machine), users_layers.figures(layers)
+    found = users_layers.figures(layers)
     few = {line[1]: line for line in users_layers.summary(found, users_layers.band_of) if line[0] == "1 to 64"}
     few_rows = (f"{few[name][2]}x, at worst {few[name][3]}x" for name in ("mxfp8-weight-only", "mxfp4-weight-only"))
-    _, experts = read_json(RESULTS / "users_experts.json", users_experts.ExpertsRow)
+    of_experts, experts = read_json(RESULTS / "users_experts.json", users_experts.ExpertsRow)
     speeds = ([row.speedup(name) for row in experts] for name in users_experts.FORMATS)
     decoding = (f"{statistics.geometric_mean(each):.2f}x, at worst {min(each):.2f}x" for each in speeds)
     lines = [
-        (f"Linear layers of public models, 1 to 64 rows, one {gpu}", "", *few_rows, ""),
-        (f"Experts of public models, one decoding step of 1 to 64 sequences, one {gpu}", "", *decoding, ""),
+        (f"Linear layers of public models, 1 to 64 rows, one {short(machine)}", "", *few_rows, ""),
+        (
+            f"Experts of public models, one decoding step of 1 to 64 sequences, one {short(of_experts)}",
+            "",
+            *decoding,
+            "",
+        ),
     ]
-    _, rows = read_json(RESULTS / "users_generate.json", users_generate.GenerateRow)
+    of_generate, rows = read_json(RESULTS / "users_generate.json", users_generate.GenerateRow)
     batches = sorted({row.batch for row in rows})
     many = {name: {row.batch: row for row in rows if row.config == name} for name in (BASE, *users_experts.FORMATS)}
-    what = f"transformers' `generate`, static cache, shape of Llama 3 8B, batch {_listed(batches)}, one {gpu}"
+    what = f"transformers' `generate`, static cache, shape of Llama 3 8B, batch {_listed(batches)}, "
+    what += f"one {short(of_generate)}"
     usual = f"{_listed(f'{many[BASE][batch].tokens_a_second:,.0f}' for batch in batches)} tokens/s"
     faster = (
         _listed(f"{1 / many[name][batch].relative['token']:.2f}x" for batch in batches)
         for name in users_experts.FORMATS
     )
     lines.append((what, usual, *faster, ""))
-    _, steps = read_json(RESULTS / "users_train.json", users_train.StepRow)
+    of_steps, steps = read_json(RESULTS / "users_train.json", users_train.StepRow)
     for row in steps:
         base, ours = row.times[users_train.BASE], row.times["mxfp8"]
-        what = f"Compiled training step of a GPT, {row.size.replace('x', ' layers of width ')}, one {gpu}"
+        what = f"Compiled training step of a GPT, {row.size.replace('x', ' layers of width ')}, one {short(of_steps)}"
         lines.append((what, f"{base:.1f} ms", f"{ours:.1f} ms ({base / ours:.2f}x)", "", ""))
     return lines
 
