@@ -221,6 +221,16 @@ class KVCache(Cache):
         self._filled.add(layer_idx)
         return shown
 
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """(tokens that the next attention of a layer reads, index of the first).
+
+        A model asks before its first layer, so that the layer of the call before may come first in this one: Mllama
+        stores keys of an image once, and then calls the other layers only.
+        """
+        if not torch.compiler.is_dynamo_compiling():
+            self._last = None
+        return super().get_mask_sizes(*args, **kwargs)
+
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()

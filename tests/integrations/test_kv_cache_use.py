@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import EncoderDecoderCache, LlamaConfig, LlamaForCausalLM
+from transformers.models.mllama import MllamaTextConfig
 
 import mxtensor as mx
 from mxtensor.integrations.kv_static import TracedTokens
@@ -195,6 +196,26 @@ def test_a_model_of_one_layer_gets_tokens_twice_in_a_row(model):
     for layer in (0, 1, 0, 1):
         cache.update(x, x, layer)
     assert cache.get_seq_length() == 8
+
+
+def test_keys_of_an_image_are_stored_once():
+    """Mllama: one layer attends to the text and gets tokens in every call, the other one in the first call only."""
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"bos_token_id": 1}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = MllamaTextConfig(**sizes, cross_attention_layers=[1], rope_parameters=rope)
+    model = transformers.MllamaForCausalLM(config).eval().requires_grad_(False)
+    image, ids = torch.randn(1, 12, SIZES["hidden_size"]), prompt(1, 8)
+
+    def calls(cache):
+        parts = [(ids[:, :5], image), (ids[:, 5:6], None), (ids[:, 6:], None)]
+        return torch.cat(
+            [model(some, cross_attention_states=seen, past_key_values=cache).logits for some, seen in parts], 1
+        )
+
+    wanted = calls(transformers.DynamicCache())
+    for cache in (mx.KVCache("mxint8"), mx.KVCache("mxint8", config)):  # all tokens are among the first 16
+        torch.testing.assert_close(calls(cache), wanted, atol=1e-5, rtol=1e-5)
 
 
 STATES = {
