@@ -55,6 +55,13 @@ class Known:
     def _experts(self) -> set[str]:
         return set() if self.model is None else {weight.fqn for weight in unknown_experts(self.model)}
 
+    @cached_property
+    def _is_complete(self) -> bool:
+        """Whether the files have all weights of the model that ``quantize_`` converts."""
+        there = {parameter for loaded in self._loaded.values() for parameter in loaded.parameters}
+        tied = {} if self.model is None else tied_keys(self.model)
+        return bool(self._kinds) and all(name in there or tied.get(name) in there for name in self._kinds)
+
     @classmethod
     def of(cls, config: Mapping[str, Any], stored: Iterable[str]) -> Known:
         """What is known from the ``config.json`` of a checkpoint."""
@@ -77,9 +84,13 @@ class Known:
         return not self._shared.isdisjoint((name, *self.loaded(name).parameters))
 
     def quantizes(self, name: str) -> bool | None:
-        """Whether ``quantize_`` converts the module of a tensor; None if that is unknown."""
+        """Whether ``quantize_`` converts the module of a tensor; None if that is unknown.
+
+        It does not convert what the model leaves out, such as layers for multi-token prediction. If the model lacks
+        other tensors, the one that it leaves out may be one of them, with the name of another library.
+        """
         parameters = self.loaded(name).parameters
-        if not parameters or not self._experts.isdisjoint(parameters):
+        if not (parameters or self._is_complete) or not self._experts.isdisjoint(parameters):
             return None
         return any(parameter in self._kinds for parameter in parameters)
 

@@ -59,6 +59,8 @@ class Loaded(NamedTuple):
     """Names in the model: several for a tensor that is split, none for one that the model does not have."""
     operations: tuple[str, ...] = ()
     """Classes of transformers' operations that change the tensor on the way, such as ``Chunk``."""
+    source: str | None = None
+    """The pattern of transformers by which they take the tensor."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -92,7 +94,7 @@ def loaded_by(model: nn.Module, stored: Iterable[str], transforms: Iterable[Any]
         first, *others = by_source[source].target_patterns
         targets = dict.fromkeys((new, *(new.replace(first, other) for other in others)))
         operations = tuple(type(operation).__name__ for operation in by_source[source].operations)
-        return Loaded(tuple(target for target in targets if target in there), operations)
+        return Loaded(tuple(target for target in targets if target in there), operations, source)
 
     return {name: of(name) for name in sorted(stored, key=loading.dot_natural_key)}
 

@@ -7,6 +7,7 @@ writes. Imported when transformers' registry is.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,16 +19,28 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoints import native
+from ..checkpoints.layout import MERGES
 from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip, with_parameters
 from ..checkpoints.source import open_safetensors
-from ..checkpoints.transformers_names import loaded_by, tied_keys, tied_to_embeddings
+from ..checkpoints.transformers_names import Loaded, loaded_by, tied_keys, tied_to_embeddings
 from ..convert.configs import recipe_of
 from ..convert.heads import heads
 from ..convert.weights import KINDS, Kind, default_filter
 from ..core.arguments import described
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .transformers_load import SIDES, Deserialize, Freeze, Quantize, for_codes, has, keep_codes, patterns_of, place
+from .transformers_load import (
+    SIDES,
+    Deserialize,
+    Freeze,
+    Quantize,
+    Stack,
+    for_codes,
+    has,
+    keep_codes,
+    patterns_of,
+    place,
+)
 
 METHOD = "mxtensor"
 
@@ -75,8 +88,12 @@ class MXQuantizer(HfQuantizer):
         self.loaded: set[str] = set()
         self._in_files: set[str] = set()
         self._stored: dict[str, str] = {}
+        self.stacked: dict[str, dict[str, list[str]]] = {}
+        """Parameter that stacks matrices -> transformers' pattern -> the matrices that it takes, in their order."""
+        self._taken: dict[str, Loaded] = {}
         self._left: set[str] = set()
         self._transforms: list[Any] = []
+        self._merges: dict[Any, WeightConverter] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         device_map = kwargs.get("device_map")
@@ -106,32 +123,61 @@ class MXQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        rest = [name for name in self._names() if name not in self.loaded] if self.pre_quantized else []
-        if rest:
-            raise ValueError(
-                f"{rest[0]} and {len(rest) - 1} other quantized tensors of the checkpoint have no parameter in "
-                f"{type(model).__name__}, which stacks experts; quantize its high-precision checkpoint with "
-                "quantization_config=mx.TransformersConfig(format)"
-            )
+        if self.pre_quantized:
+            self._check_all_are_loaded(model)
         used = getattr(model, "_weight_conversions", None) or ()
-        model._weight_conversions = [one for one in used if one in self._transforms]  # codes are stored as they are
+        model._weight_conversions = [  # codes are stored as they are
+            one for one in self._transforms if one in used or self._merges.get(one) in used
+        ]
         return model
+
+    def _check_all_are_loaded(self, model: nn.Module) -> None:
+        """Raise ValueError if a parameter lacks its codes. Others, such as those of a head that this class of models
+        does not have, are among the unexpected keys that transformers reports."""
+        rest = sorted(set(self._names()) - self.loaded)
+        lost = [name for name in rest if self._taken.get(name, Loaded()).parameters or has(model, name)]
+        kind = type(model).__name__
+        if lost:
+            raise ValueError(
+                f"{lost[0]} and {len(lost) - 1} other quantized tensors of the checkpoint cannot be stacked, as {kind} "
+                "stacks experts: the formats differ, or the global scales (NVFP4), or blocks do not end with a matrix; "
+                "quantize the high-precision checkpoint with quantization_config=mx.TransformersConfig(format)"
+            )
+        if rest and not self.loaded:
+            raise ValueError(
+                f"{kind} has no parameter for any of the {len(rest)} quantized tensors of the checkpoint, such as "
+                f"{rest[0]}; load a class whose parameters have these names, such as the one in config.json"
+            )
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """transformers' renamings and operations for this model, with those that read codes."""
         self._transforms = list(weight_conversions)
         if not self.pre_quantized:
             return super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-any-return]
-        self._stored = dict(self._stored_names(model))
-        renamings = [other for one in weight_conversions for other in (one, *for_codes(one))]
-        return [*self._splits(), *super().update_weight_conversions(renamings, model)]
-
-    def _stored_names(self, model: nn.Module) -> Iterator[tuple[str, str]]:
-        """Parameter -> its name in the metadata. That is the name in the files, or, of a saved model, its own."""
         in_files = [name for name in self._names() if any(name + side in self._in_files for side in SIDES)]
-        loaded = loaded_by(model, in_files, self._transforms)
-        yield from ((name, name) for name in self._names() if name not in loaded)
-        yield from ((parameter, name) for name, one in loaded.items() for parameter in one.parameters)
+        self._taken = loaded_by(model, in_files, self._transforms)
+        self._stored = dict(self._stored_names())
+        for name, taken in self._taken.items():
+            for parameter in taken.parameters if taken.operations in MERGES else ():
+                self.stacked.setdefault(parameter, defaultdict(list))[taken.source or ""].append(name)
+        self._merges = {
+            one: self._merge(one)
+            for one in self._transforms
+            if isinstance(one, WeightConverter) and tuple(type(op).__name__ for op in one.operations) in MERGES
+        }
+        renamings = [other for one in weight_conversions for other in (one, *for_codes(one))]
+        usual = super().update_weight_conversions(renamings, model)
+        return [*self._splits(), *self._merges.values(), *usual]
+
+    def _stored_names(self) -> Iterator[tuple[str, str]]:
+        """Parameter -> its name in the metadata. That is the name in the files, or, of a saved model, its own."""
+        yield from ((name, name) for name in self._names() if name not in self._taken)
+        yield from ((parameter, name) for name, one in self._taken.items() for parameter in one.parameters)
+
+    def _merge(self, one: WeightConverter) -> WeightConverter:
+        """transformers' operations that stack many tensors, for codes."""
+        sources = [source + side for source in one.source_patterns for side in SIDES]
+        return one.copy(sources, patterns_of(one)[1], operations=[Stack(self, one)])
 
     def _splits(self) -> Iterator[WeightConverter]:
         """transformers' operations that split one tensor, for codes."""

@@ -18,6 +18,7 @@ from transformers.core_model_loading import ConversionOps, PrefixChange, WeightC
 from ..checkpoints import native
 from ..convert.instance_methods import show_format
 from ..convert.quantize import inference_recipe
+from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 
@@ -110,6 +111,49 @@ class Deserialize(ConversionOps):
         _prepare(place(model, name)[0])
         value = entry.build(*tensors).to(dtype_of(model, name))
         return {name: nn.Parameter(value, requires_grad=False)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+class Stack(ConversionOps):
+    """Makes one parameter of the codes of many matrices, as transformers stacks experts.
+
+    ``one``: transformers' operations for values. Nothing is made of matrices whose codes have no common format.
+    """
+
+    def __init__(self, hf_quantizer: Any, one: WeightConverter) -> None:
+        self.hf_quantizer, self.one = hf_quantizer, one
+
+    def __deepcopy__(self, memo: object) -> Stack:
+        """Itself, as ``Deserialize``."""
+        return self
+
+    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
+        name, model = kwargs["full_layer_name"], kwargs["model"]
+        stored, sources = self.hf_quantizer.stacked[name], self.one.source_patterns
+        found: dict[str, Any] = {source: self._matrices(input_dict, source, stored[source]) for source in sources}
+        recipes = {matrix.recipe for matrices in found.values() for matrix in matrices}
+        if not all(found.values()) or len(recipes) > 1:
+            return {}
+        for operation in self.one.operations:
+            found = operation.convert(found, **kwargs | {"source_patterns": sources})
+        ((target, value),) = found.items()
+        if not isinstance(value, MXTensor):
+            return {}
+        self.hf_quantizer.loaded.update(*stored.values())
+        _prepare(place(model, name)[0])
+        return {target: nn.Parameter(value.to(dtype_of(model, name)), requires_grad=False)}
+
+    def _matrices(self, given: dict[str, Any], source: str, names: list[str]) -> list[Any]:
+        """The matrices of one of transformers' patterns; none if some are plain, or have other numbers of tensors."""
+        entries = [native.entry_of(one, self.hf_quantizer.metadata[native.PREFIX + one]) for one in names]
+        ends = {tuple(end.removeprefix(one) for end in e.sources) for one, e in zip(names, entries, strict=True)}
+        columns = [given.pop(source + end, []) for end in next(iter(ends), ())]
+        if len(ends) != 1 or source in given or any(len(column) != len(names) for column in columns):
+            return []
+        return [entry.build(*tensors) for entry, *tensors in zip(entries, *columns, strict=True)]
 
     @property
     def reverse_op(self) -> ConversionOps:

@@ -174,12 +174,15 @@ NEVER_SEEN = {
     "tensor {value} is in two files: {value} and {value}",
     "the global scale is {value}, which has no reciprocal to store",
     "{value} has a zero point, which is not supported",
-    # raised inside transformers' from_pretrained: tests/integrations/test_transformers.py
+    # raised inside transformers' from_pretrained: tests/integrations/test_transformers.py and test_transformers_load.py
     "{value}: the checkpoint lacks {value}{value}",
     "this model was quantized tensor by tensor; its configuration names no format",
     "accelerate's offload to disk stores plain values, not codes; leave 'disk' out of device_map",
-    "{value} and {value} other quantized tensors of the checkpoint have no parameter in {value}, which stacks experts; "
-    "quantize its high-precision checkpoint with quantization_config=mx.TransformersConfig(format)",
+    "{value} and {value} other quantized tensors of the checkpoint cannot be stacked, as {value} stacks experts: the "
+    "formats differ, or the global scales (NVFP4), or blocks do not end with a matrix; quantize the high-precision "
+    "checkpoint with quantization_config=mx.TransformersConfig(format)",
+    "{value} has no parameter for any of the {value} quantized tensors of the checkpoint, such as {value}; load a "
+    "class whose parameters have these names, such as the one in config.json",
     "{value}: the metadata of the checkpoint does not say its format",
     "TransformersConfig: {value} trains, and stores no codes; pass a format for inference",
     # of the command, which prints them as one line: tests/cli

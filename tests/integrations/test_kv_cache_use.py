@@ -208,9 +208,9 @@ def test_keys_of_an_image_are_stored_once():
     image, ids = torch.randn(1, 12, SIZES["hidden_size"]), prompt(1, 8)
 
     def calls(cache):
-        parts = [(ids[:, :5], image), (ids[:, 5:6], None), (ids[:, 6:], None)]
+        every = [(ids[:, :5], image), (ids[:, 5:6], None), (ids[:, 6:], None)]
         return torch.cat(
-            [model(some, cross_attention_states=seen, past_key_values=cache).logits for some, seen in parts], 1
+            [model(some, cross_attention_states=seen, past_key_values=cache).logits for some, seen in every], 1
         )
 
     wanted = calls(transformers.DynamicCache())
