@@ -1,5 +1,5 @@
-"""Other libraries that this package registers with: transformers' registries of quantizers and of attention, merges of
-peft, and accelerate's function that puts a tensor into a module."""
+"""Other libraries that this package registers with: transformers' registries of quantizers and of attention, and its
+heads of another size, merges and saved adapters of peft, and accelerate's function that puts a tensor into a module."""
 
 from __future__ import annotations
 
@@ -35,13 +35,18 @@ def _register() -> None:
         import_module(".transformers", __name__)
 
 
-def _register_attention() -> None:
+def _extend_models() -> None:
     with suppress(ImportError):
         import_module(".attention", __name__).install()
+    import_module(".resized_heads", __name__).install(import_module("transformers.modeling_utils"))
 
 
 def _watch_merges() -> None:
     import_module(".peft", __name__).install(import_module("peft.tuners.tuners_utils"))
+
+
+def _save_values() -> None:
+    import_module(".peft", __name__).install_saving()
 
 
 def _keep_recipes() -> None:
@@ -49,6 +54,7 @@ def _keep_recipes() -> None:
 
 
 after_import("transformers.quantizers.auto", _register)
-after_import("transformers.modeling_utils", _register_attention)
+after_import("transformers.modeling_utils", _extend_models)
 after_import("peft.tuners.tuners_utils", _watch_merges)
+after_import("peft.peft_model", _save_values)
 after_import("accelerate.hooks", _keep_recipes)

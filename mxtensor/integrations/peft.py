@@ -1,5 +1,5 @@
 """peft: a warning of what is rounded when an adapter is merged into a quantized weight, and high-precision copies of
-what an adapter trains whole. Imported when peft is.
+what an adapter trains whole, or saves with itself. Imported when peft is.
 
 peft adds the change of an adapter to the values of the weight, and the sum is quantized: a small change can be lost.
 Modules of ``modules_to_save`` and rows of ``trainable_token_indices`` are copied and trained whole: steps of an
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core.compat_hooks import hook_method
+from ..core.compat_hooks import hook_function, hook_method
 from ..core.when_imported import after_import
 from ..tensor.mxtensor import MXTensor
 from . import peft_merges
@@ -97,6 +97,24 @@ def install(module: Any) -> None:
     peft_merges.install(module.BaseTuner)
     for name, kind, method, wrap in COPIES:
         after_import(name, partial(_hook_copies, name, kind, method, wrap))
+
+
+SAVING = ("peft.utils.save_and_load", "peft.utils", "peft.peft_model")
+"""Where ``get_peft_model_state_dict`` is defined, and where it is imported by name."""
+
+
+def install_saving() -> None:
+    """Let the state dict of an adapter have values. peft adds the weights of heads and embeddings that an adapter
+    targets, or that were resized, and its files hold plain tensors."""
+    hook_function(SAVING, "get_peft_model_state_dict", _with_values)
+
+
+def _with_values(usual: Callable[..., Any]) -> Callable[..., Any]:
+    def get_peft_model_state_dict(*args: Any, **kwargs: Any) -> Any:
+        found = usual(*args, **kwargs)
+        return {name: _in_high_precision(value) for name, value in found.items()}
+
+    return get_peft_model_state_dict
 
 
 def _hook_copies(name: str, kind: str, method: str, wrap: Callable[..., Any]) -> None:

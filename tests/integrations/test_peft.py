@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import mxtensor as mx
@@ -263,3 +264,22 @@ def test_rows_of_an_embedding_that_an_adapter_trains_are_in_high_precision(tmp_p
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(made(), tmp_path)
     assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_the_quantized_head_that_an_adapter_targets_is_saved_with_its_values(tmp_path):
+    """peft adds the weights of targeted heads and embeddings to its file, which holds no codes."""
+
+    def made():
+        torch.manual_seed(0)
+        return mx.quantize_(MODELS["Llama"](), "mxfp4-weight-only", include_head=True)
+
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(made(), config).eval()
+    with pytest.warns(UserWarning, match="embedding layers found"):
+        model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    head = model.get_output_embeddings().base_layer.weight
+    assert torch.equal(stored["base_model.model.lm_head.base_layer.weight"], head.dequantize())
+    loaded = peft.PeftModel.from_pretrained(made(), tmp_path).eval()
+    assert isinstance(loaded.get_output_embeddings().base_layer.weight, mx.MXTensor)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
