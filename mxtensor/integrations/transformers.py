@@ -7,6 +7,7 @@ writes. Imported when transformers' registry is.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -58,6 +59,11 @@ class MXQuantizationConfig(QuantizationConfigMixin):
         self.format, self.skip = format, list(skip)
         if format is not None and recipe_of(format).trains:
             raise ValueError(f"TransformersConfig: {format} trains, and stores no codes; pass a format for inference")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict: transformers asks ``config.quantization_config`` of a loaded model so, if it is passed as
+        ``config``."""
+        return getattr(self, name, default)
 
     @property
     def recipe(self) -> LinearRecipe:
@@ -116,6 +122,14 @@ class MXQuantizer(HfQuantizer):
                 with open_safetensors(file) as handle:
                     self.metadata |= handle.metadata() or {}
                     self._in_files |= set(handle.keys())
+        if self.pre_quantized and checkpoint_files and not self._names():
+            warnings.warn(
+                f"{checkpoint_files[0]}: the quantization_config is that of mxtensor, and no tensor is quantized: the "
+                "model stays in high precision. Remove it from config.json, and to quantize the model pass "
+                "quantization_config=mx.TransformersConfig(format)",
+                UserWarning,
+                stacklevel=2,
+            )
         if not self.pre_quantized:
             warn_of_unmatched_skip("TransformersConfig", self.quantization_config.skip, with_parameters(model))
         _, self._left = tied_to_embeddings(model)

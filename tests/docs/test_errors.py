@@ -183,6 +183,9 @@ NEVER_SEEN = {
     "checkpoint with quantization_config=mx.TransformersConfig(format)",
     "{value} has no parameter for any of the {value} quantized tensors of the checkpoint, such as {value}; load a "
     "class whose parameters have these names, such as the one in config.json",
+    "{value}: the quantization_config is that of mxtensor, and no tensor is quantized: the model stays in high "
+    "precision. Remove it from config.json, and to quantize the model pass "
+    "quantization_config=mx.TransformersConfig(format)",
     "{value}: the metadata of the checkpoint does not say its format",
     "TransformersConfig: {value} trains, and stores no codes; pass a format for inference",
     # of the command, which prints them as one line: tests/cli

@@ -120,3 +120,17 @@ def test_a_class_that_reads_none_of_the_codes_is_refused(tmp_path):
     mx.checkpoints.convert(tmp_path / "plain", tmp_path / "codes", format="mxfp8")
     with pytest.raises(ValueError, match="LlamaForQuestionAnswering has no parameter for any of the 14 quantized"):
         tf.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "codes")
+
+
+def test_the_config_of_a_loaded_model_loads_another(tmp_path):
+    llama().save_pretrained(tmp_path / "plain")
+    mx.checkpoints.convert(tmp_path / "plain", tmp_path / "codes", format="mxfp8")
+    model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "codes")
+    for found in (
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path / "codes", config=model.config),
+        tf.LlamaForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict()),
+    ):
+        assert quantized(found).keys() == quantized(model).keys() and torch.equal(logits(found), logits(model))
+    model.config.save_pretrained(tmp_path / "plain")
+    with pytest.warns(UserWarning, match="no tensor is quantized: the model stays in high precision"):
+        assert not quantized(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
