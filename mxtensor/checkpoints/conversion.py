@@ -26,6 +26,7 @@ from .recipes import Recipes, is_skipped, raise_nothing_quantized
 from .registry import layout_of, opened
 from .relative_error import relative_error
 from .sink import merged
+from .stack_scales import StackScales
 from .store import SHARD_BYTES, config_files, sink_of, store_tensor, with_bar, writable
 from .tied import LOOKUPS, head_modules
 
@@ -95,6 +96,7 @@ class _Casts:
     recipes: Recipes
     written: Written
     report: Conversion
+    stacks: StackScales
     unfit: list[str] = field(default_factory=list)
     """Tensors with other numbers of dimensions than the layout stores, except for stacks of experts."""
 
@@ -110,7 +112,17 @@ class _Casts:
         if others is not None:
             others.append(name)
             return value
-        return _quantized(value, recipe, side) if fits else value
+        return self._quantized(name, value, recipe, side) if fits else value
+
+    def _quantized(self, name: str, value: Tensor, recipe: LinearRecipe, side: Orientation) -> Tensor:
+        """``value`` in the format of ``recipe``, if it has another one."""
+        if isinstance(value, MXTensor):
+            if value.format == recipe.stored.format:
+                return value
+            value = value.dequantize()
+        if self.layout.stacks and self.stacks.applies(name, recipe):
+            return self.stacks.quantized(name, value, recipe, side)
+        return quantize_as(value, recipe, side)
 
     def _why_left(self, name: str, value: Tensor, side: Orientation, recipe: LinearRecipe) -> list[str] | None:
         """The list to which the name of a tensor belongs that the layout, or its readers, do not take as codes."""
@@ -143,11 +155,12 @@ def convert(
     ``format``: what ``quantize_`` takes for inference, such as ``"mxfp4-weight-only"``. Matrices in high precision are
     quantized, and those in another format are quantized again. None changes only the layout, which is exact. A ``Plan``
     or an ``FqnToConfig`` may name tensors of the checkpoint or parameters of transformers' model. Stacked experts are
-    quantized for layouts that can store them (``Layout.dims``). Embeddings, heads, routers and modules whose name ends
-    in one of ``skip`` stay in high precision, except those that a plan names and ``skip`` does not. ``include_head``
-    quantizes heads too, and an embedding that shares its weight with one. Other files of the folder, such as the
-    tokenizer, are copied. The destination is complete or does not exist; what ``overwrite`` replaces is removed only
-    when the new checkpoint is complete. Each matrix is cast by one thread; their number is that of torch's threads.
+    quantized for layouts that can store them (``Layout.dims``); matrices that transformers stacks get one global scale
+    (NVFP4), for which they are read twice. Embeddings, heads, routers and modules whose name ends in one of ``skip``
+    stay in high precision, except those that a plan names and ``skip`` does not. ``include_head`` quantizes heads too,
+    and an embedding that shares its weight with one. Other files of the folder, such as the tokenizer, are copied. The
+    destination is complete or does not exist; what ``overwrite`` replaces is removed only when the new checkpoint is
+    complete. Each matrix is cast by one thread; their number is that of torch's threads.
 
     Raises what ``load`` and ``save`` raise; ValueError if the destination is the source, is inside it or contains it,
     and if no tensor is quantized although ``format`` is given (and ``skip`` matches no tensor) or the layout requires
@@ -162,7 +175,8 @@ def convert(
         needed = format is not None or chosen.config is not None  # building a model takes seconds
         known = Known.of(checkpoint.config, entries) if needed else Known(None)
         recipes, written = Recipes(format, (*SKIPPED, *skip), skip, known), Written(checkpoint.config, known)
-        casts = _Casts(chosen, recipes, written, report)
+        stacks = StackScales(known, entries, lambda name: checkpoint.load(name, entries[name]))
+        casts = _Casts(chosen, recipes, written, report, stacks)
         with sink_of(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
             _check_inputs(entries, before.name, chosen.name)
             moves = (before is not chosen or not chosen.static_scales) and before.config is not None
@@ -206,12 +220,3 @@ def _check_inputs(entries: Iterable[str], before: str, after: str) -> None:
             f"{found}: the layout {before} multiplies the inputs of this layer, and {after} does not; use the layout "
             "native, or that of the source"
         )
-
-
-def _quantized(value: Tensor, recipe: LinearRecipe, side: Orientation) -> Tensor:
-    """``value`` in the format of ``recipe``, if it has another one."""
-    if isinstance(value, MXTensor):
-        if value.format == recipe.stored.format:
-            return value
-        value = value.dequantize()
-    return quantize_as(value, recipe, side)

@@ -147,7 +147,12 @@ class Layout:
     @property
     def experts(self) -> bool:
         """Whether readers take matrices of experts that are stored one by one, although their models stack them."""
-        return self.operations is None or set(MERGES) <= set(self.operations)
+        return self.operations is None or self.stacks
+
+    @property
+    def stacks(self) -> bool:
+        """Whether readers stack the codes of such matrices, which then need equal global scales."""
+        return self.operations is not None and set(MERGES) <= set(self.operations)
 
     def takes(self, operations: tuple[str, ...], format: Format) -> bool:
         """Whether readers take a tensor in ``format`` that transformers changes by ``operations`` while it loads it."""

@@ -45,7 +45,7 @@ def experts(request, tmp_path):
 
 @pytest.mark.parametrize(
     ("experts", "format"),
-    [("mixtral", "mxfp8"), ("mixtral", "float8_row"), ("qwen3_next", "mxfp4-weight-only")],
+    [("mixtral", "mxfp8"), ("mixtral", "float8_row"), ("mixtral", "nvfp4"), ("qwen3_next", "mxfp4-weight-only")],
     indirect=["experts"],
 )
 def test_experts_that_are_stored_one_by_one_are_stacked_in_codes(experts, format, tmp_path):
@@ -67,19 +67,27 @@ def test_experts_that_are_stored_one_by_one_are_stacked_in_codes(experts, format
 @pytest.mark.parametrize("experts", ["mixtral"], indirect=True)
 @pytest.mark.parametrize("case", ["global scales", "formats", "some plain"])
 def test_experts_without_a_common_format_are_not_dropped(experts, case, tmp_path):
-    format = {"global scales": "nvfp4-weight-only", "formats": "mxfp4-weight-only", "some plain": "mxfp4"}[case]
-    mx.checkpoints.convert(experts, tmp_path / "codes", format=format)
-    if case != "global scales":
-        state, name = mx.checkpoints.load(tmp_path / "codes"), "model.layers.1.block_sparse_moe.experts.3.w1.weight"
-        values = state[name].dequantize()
-        state[name] = mx.quantize(values, "mxfp8") if case == "formats" else values
-        config = (tmp_path / "codes" / "config.json").read_text()
-        mx.checkpoints.save(state, tmp_path / "codes", overwrite=True)
-        (tmp_path / "codes" / "config.json").write_text(config)
-    with pytest.raises(
-        ValueError, match=r"experts\.0\.w\d\.weight and \d+ other quantized tensors .* cannot be stacked"
-    ):
+    mx.checkpoints.convert(experts, tmp_path / "codes", format="nvfp4")
+    config = (tmp_path / "codes" / "config.json").read_text()
+    state, name = mx.checkpoints.load(tmp_path / "codes"), "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    values = state[name].dequantize()
+    others = {"global scales": mx.quantize(values * 3, "nvfp4"), "formats": mx.quantize(values, "mxfp8")}
+    mx.checkpoints.save(state | {name: others.get(case, values)}, tmp_path / "codes", overwrite=True)
+    (tmp_path / "codes" / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"\.w\d\.weight and \d+ other quantized tensors of the .* cannot be stacked"):
         tf.AutoModelForCausalLM.from_pretrained(tmp_path / "codes")
+
+
+@pytest.mark.parametrize("experts", ["mixtral"], indirect=True)
+def test_experts_of_another_layout_have_one_global_scale(experts, tmp_path):
+    mx.checkpoints.convert(experts, tmp_path / "served", layout="compressed-tensors", format="nvfp4-weight-only")
+    mx.checkpoints.convert(tmp_path / "served", tmp_path / "codes")
+    found = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "codes")
+    wanted = mx.quantize_(tf.AutoModelForCausalLM.from_pretrained(experts), "nvfp4-weight-only")
+    weights = quantized(wanted)
+    assert quantized(found).keys() == weights.keys()
+    for name, p in quantized(found).items():  # the layout stores the reciprocal of the global scale
+        torch.testing.assert_close(p.dequantize(), weights[name].dequantize(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("experts", ["qwen3_next"], indirect=True)
