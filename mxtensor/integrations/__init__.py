@@ -38,7 +38,9 @@ def _register() -> None:
 def _extend_models() -> None:
     with suppress(ImportError):
         import_module(".attention", __name__).install()
-    import_module(".resized_heads", __name__).install(import_module("transformers.modeling_utils"))
+    for name in (".resized_heads", ".save_pretrained"):
+        with suppress(ImportError):
+            import_module(name, __name__).install(import_module("transformers.modeling_utils"))
 
 
 def _watch_merges() -> None:

@@ -195,7 +195,7 @@ def data_ptr(self: MXTensor) -> int:
 def storage(self: Tensor) -> Any:
     """A TypeError, which safetensors shows: it asks here after the memory of ``untyped_storage()`` was refused."""
     raise TypeError(
-        f"{described(self)} has codes and scales and no storage of its own, so safetensors and save_pretrained cannot "
-        "save it; call mx.checkpoints.save(model, path), whose folder from_pretrained loads, use torch.save, or save "
-        "the plain tensors .components"
+        f"{described(self)} has codes and scales and no storage of its own, so safetensors cannot save it; call "
+        "mx.checkpoints.save(model, path), whose folder from_pretrained loads, use torch.save, or save the plain "
+        "tensors .components"
     )
