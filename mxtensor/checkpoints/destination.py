@@ -49,8 +49,8 @@ def _in_use(folder: Path) -> bool:
 class Destination:
     """A context manager with a hidden folder for what is being written.
 
-    An empty folder is filled, links are followed. With ``overwrite``, a file or the folder of a checkpoint is replaced.
-    Raises FileExistsError for anything else that exists at ``path``.
+    An empty folder is filled, links are followed. With ``overwrite``, the file or the folder of a checkpoint is
+    replaced. Raises FileExistsError for anything else that exists at ``path``.
     """
 
     is_file = True
@@ -69,9 +69,16 @@ class Destination:
         """Raise FileExistsError if something is there that must not be replaced."""
         if self.fills or not self.path.exists():
             return
+        if not (self.path.is_dir() or self.path.is_file()):
+            raise FileExistsError(f"{self.given} is a device, a pipe or a socket; choose another destination")
         if not self.overwrite:
             raise FileExistsError(f"{self.given} exists; choose another destination, or pass overwrite=True")
         if not self.path.is_dir():
+            if self.path.suffix not in ENDINGS:
+                raise FileExistsError(
+                    f"{self.given} is a file and no checkpoint, and overwrite=True replaces only checkpoints; choose "
+                    "another destination, or remove it yourself"
+                )
             return
         if self.is_file:
             raise FileExistsError(f"{self.given} is a folder; pass the name of a file")

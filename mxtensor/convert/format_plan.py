@@ -82,14 +82,17 @@ class Plan(FqnToConfig):
         return planned_for(self.weights, bits, self.measure)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file."""
+        """Write the plan to a JSON file, which is whole or stays as it was. Links are followed."""
         weights = {
             fqn: {"format": self.table()[fqn], **weight._asdict()} for fqn, weight in self.weights.items()
         }  # fmt: skip
         fields = {"version": VERSION, "measure": self.measure, "bits": self.bits, "weights": weights}
-        path = Path(path)
+        text, path = json.dumps(fields, indent=1) + "\n", Path(path).resolve()
+        if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout, must not be replaced
+            path.write_text(text, encoding="utf-8")
+            return
         new = path.with_name(f"{path.name}.new")
-        new.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        new.write_text(text, encoding="utf-8")
         os.replace(new, path)
 
     @classmethod

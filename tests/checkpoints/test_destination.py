@@ -1,5 +1,6 @@
 """What may be a destination: nothing that holds the source or is no checkpoint is replaced, and links are followed."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,20 @@ def test_folders_that_are_no_checkpoint_are_not_replaced(tmp_path):
         with pytest.raises(FileExistsError, match=message):
             mx.checkpoints.save({"a": torch.ones(3)}, tmp_path / name, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.safetensors", "link"])
+def test_pipes_devices_and_files_that_are_no_checkpoint_are_not_replaced(name, tmp_path):
+    """A pipe stands for /dev/null, in whose place a folder was put."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe.safetensors").symlink_to("pipe")
+    (tmp_path / "thesis.txt").write_text("text")
+    (tmp_path / "link").symlink_to("thesis.txt")
+    message = "is a file and no checkpoint" if name == "link" else "is a device, a pipe or a socket"
+    with pytest.raises(FileExistsError, match=message):
+        mx.checkpoints.save({"a": torch.ones(3)}, tmp_path / name, layout="plain", overwrite=True)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "thesis.txt").read_text() == "text"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe", "pipe.safetensors", "thesis.txt"]
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors", "out.gguf", "empty"])

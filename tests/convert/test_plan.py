@@ -1,8 +1,10 @@
 """mx.Plan: choices under a budget equal a search of all choices; a plan is a file that quantize_ takes."""
 
 import itertools
+import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -108,6 +110,20 @@ def weights():
         return PlannedWeight(values, nbytes, dict(zip(FORMATS, errors, strict=True)))
 
     return {"0.weight": row(2048, (0.4, 0.2, 0.1)), "1.weight": row(2048, (3.0, 0.3, 0.01))}
+
+
+def test_a_plan_is_written_through_links_and_to_pipes(tmp_path):
+    """As /dev/stdout is: a link to a pipe or a terminal, which must stay one."""
+    plan = planned_for(weights(), 5.25, "kl")
+    (tmp_path / "link.json").symlink_to("plan.json")
+    plan.save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink() and mx.Plan.load(tmp_path / "plan.json").bits == plan.bits
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit((tmp_path / "pipe").read_text)
+        plan.save(tmp_path / "pipe")
+        assert read.result(10) == (tmp_path / "plan.json").read_text()
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_plan_spends_the_budget_where_it_takes_away_most():
