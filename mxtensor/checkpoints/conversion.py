@@ -22,7 +22,7 @@ from .destination import check_separate
 from .known import Known
 from .layout import Layout, Written
 from .matrices import matrix_orientation
-from .recipes import Recipes, is_skipped, raise_nothing_quantized
+from .recipes import Recipes, ends_in, raise_nothing_quantized
 from .registry import layout_of, opened
 from .relative_error import relative_error
 from .sink import merged
@@ -156,11 +156,12 @@ def convert(
     quantized, and those in another format are quantized again. None changes only the layout, which is exact. A ``Plan``
     or an ``FqnToConfig`` may name tensors of the checkpoint or parameters of transformers' model. Stacked experts are
     quantized for layouts that can store them (``Layout.dims``); matrices that transformers stacks get one global scale
-    (NVFP4), for which they are read twice. Embeddings, heads, routers and modules whose name ends in one of ``skip``
-    stay in high precision, except those that a plan names and ``skip`` does not. ``include_head`` quantizes heads too,
-    and an embedding that shares its weight with one. Other files of the folder, such as the tokenizer, are copied. The
-    destination is complete or does not exist; what ``overwrite`` replaces is removed only when the new checkpoint is
-    complete. Each matrix is cast by one thread; their number is that of torch's threads.
+    (NVFP4), for which they are read twice. Embeddings, heads and routers stay in high precision, except those that a
+    plan names. So do the modules that ``skip`` names, with all that is inside them: by their names or the ends of these
+    (``"model.layers.0"``, ``"mlp"``). ``include_head`` quantizes heads too, and an embedding that shares its weight
+    with one. Other files of the folder, such as the tokenizer, are copied. The destination is complete or does not
+    exist; what ``overwrite`` replaces is removed only when the new checkpoint is complete. Each matrix is cast by one
+    thread; their number is that of torch's threads.
 
     Raises what ``load`` and ``save`` raise; ValueError if the destination is the source, is inside it or contains it,
     and if no tensor is quantized although ``format`` is given (and ``skip`` matches no tensor) or the layout requires
@@ -174,13 +175,13 @@ def convert(
         entries = before.entries(checkpoint)
         needed = format is not None or chosen.config is not None  # building a model takes seconds
         known = Known.of(checkpoint.config, entries) if needed else Known(None)
-        recipes, written = Recipes(format, (*SKIPPED, *skip), skip, known), Written(checkpoint.config, known)
+        recipes, written = Recipes(format, SKIPPED, skip, known), Written(checkpoint.config, known)
         stacks = StackScales(known, entries, lambda name: checkpoint.load(name, entries[name]))
         casts = _Casts(chosen, recipes, written, report, stacks)
         with sink_of(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
             _check_inputs(entries, before.name, chosen.name)
             moves = (before is not chosen or not chosen.static_scales) and before.config is not None
-            rest = {name: entry for name, entry in entries.items() if not (moves and is_skipped(name, STATIC))}
+            rest = {name: entry for name, entry in entries.items() if not (moves and ends_in(name, STATIC))}
             report.dropped = [name for name in entries if name not in rest]
 
             def work(name: str) -> tuple[Tensor, float | None]:

@@ -12,6 +12,7 @@ from torch import nn
 from ..convert.configs import Config, by_name, recipe_of
 from ..convert.fqn_config import DEFAULT
 from ..convert.weights import is_left_out
+from ..core.names import has_part
 from ..recipe.linear_recipe import LinearRecipe
 from .known import Known
 from .layout import Layout
@@ -22,14 +23,22 @@ SHAPES = {2: "matrices", 3: "stacked experts"}
 """Dimensions of a tensor -> what it is."""
 
 
-def is_skipped(module: str, skip: Iterable[str]) -> bool:
-    """Whether the name of a module ends in one of ``skip``, as whole components."""
-    return any(module == name or module.endswith(f".{name}") for name in skip)
+def ends_in(module: str, names: Iterable[str]) -> bool:
+    """Whether the name of a module ends in one of ``names``, as whole components."""
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def stays(module: str, skip: Iterable[str]) -> bool:
-    """Whether a module stays in high precision: as ``quantize_`` decides by its name, or because ``skip`` names it."""
-    return is_left_out(module) or is_skipped(module, skip) or module.endswith(EMBEDDINGS)
+def is_skipped(name: str, skip: Iterable[str]) -> bool:
+    """Whether one of ``skip`` names a parameter, its module or a module around it, by the end of its name or all of it.
+
+    So ``modules_to_not_convert`` of transformers names modules, too.
+    """
+    return any(has_part(name, part) for part in skip)
+
+
+def stays(module: str, usually: Iterable[str]) -> bool:
+    """Whether a module stays in high precision by its name alone, as ``quantize_`` decides or by the end of it."""
+    return is_left_out(module) or ends_in(module, usually) or module.endswith(EMBEDDINGS)
 
 
 def _module(name: str) -> str:
@@ -46,10 +55,12 @@ def with_parameters(model: nn.Module | None) -> list[str]:
     return [] if model is None else [name for name, module in model.named_modules() if module._parameters]
 
 
-def warn_of_unmatched_skip(function: str, skip: Iterable[str], modules: Collection[str]) -> None:
-    """Warn of names in ``skip`` that match no module, except for those of heads and routers, which stay anyway."""
+def warn_of_unmatched_skip(
+    function: str, skip: Iterable[str], modules: Collection[str], parameters: Collection[str] = ()
+) -> None:
+    """Warn of names in ``skip`` that match nothing, except for those of heads and routers, which stay anyway."""
     for name in skip:
-        if not is_left_out(name) and not any(is_skipped(module, (name,)) for module in modules):
+        if not is_left_out(name) and not any(has_part(other, name) for other in (*modules, *parameters)):
             some = next((module for module in modules if "." in module), next(iter(modules), ""))
             warnings.warn(
                 f"{function}: skip={name!r} matches no module; pass the whole name of one, or its end after a dot: "
@@ -131,7 +142,7 @@ class Recipes:
     def skips(self, names: Iterable[str]) -> bool:
         """Whether a tensor stays as it is because the caller has named its module."""
         every = (other for name in names for other in self._every(name))
-        return any(is_skipped(module, self._always) for other in every for module in (_module(other), _holder(other)))
+        return any(is_skipped(other, self._always) for other in every)
 
     def _every(self, name: str) -> tuple[str, ...]:
         """The names of a tensor: in the files, and of the parameters that transformers makes of it."""
@@ -145,7 +156,7 @@ class Recipes:
         """
         parameters = dict.fromkeys(other for name in names for other in self._every(name))
         modules = list(dict.fromkeys(module for name in parameters for module in (_module(name), _holder(name))))
-        warn_of_unmatched_skip("convert", self._always, [*modules, *with_parameters(self._known.model)])
+        warn_of_unmatched_skip("convert", self._always, [*modules, *with_parameters(self._known.model)], parameters)
         if self._table is None:
             return
         every = {*parameters, *modules}

@@ -21,7 +21,7 @@ from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .known import Known
 from .layout import Layout, Written
-from .recipes import is_skipped
+from .recipes import ends_in
 from .registry import get_layout, layout_of, opened
 from .sink import Sink, merged
 from .source import Checkpoint
@@ -118,7 +118,7 @@ def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: 
     if isinstance(value, MXTensor) and not value.numel() and not layout.empty:
         value = value.dequantize()
     if isinstance(value, MXTensor):
-        lookup = written.known.is_lookup(name) or is_skipped(name.removesuffix(".weight"), LOOKUPS)
+        lookup = written.known.is_lookup(name) or ends_in(name.removesuffix(".weight"), LOOKUPS)
         if not layout.embeddings and lookup:
             raise NotImplementedError(
                 f"{name} is a quantized embedding, which no reader of the layout {layout.name} decodes; use the layout "

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..convert.heads import HEAD_NAMES, heads
 from .known import Known
-from .recipes import is_skipped
+from .recipes import ends_in
 from .transformers_names import tied_keys
 
 LOOKUPS = (
@@ -38,8 +38,8 @@ def usual_heads(config: Mapping[str, Any], quantized: Iterable[str], others: Ite
     """The same for a checkpoint of which only the names of quantized and of other weights are known: all USUAL_HEADS if
     it has an embedding and no head."""
     modules, rest = ([name.removesuffix(".weight") for name in names] for names in (quantized, others))
-    tied = config.get("tie_word_embeddings", True) and any(is_skipped(module, LOOKUPS) for module in rest)
-    has_head = any(is_skipped(module, USUAL_HEADS) for module in (*modules, *rest))
+    tied = config.get("tie_word_embeddings", True) and any(ends_in(module, LOOKUPS) for module in rest)
+    has_head = any(ends_in(module, USUAL_HEADS) for module in (*modules, *rest))
     return [f"{head}.weight" for head in USUAL_HEADS] if tied and not has_head else []
 
 
@@ -50,7 +50,7 @@ def head_modules(known: Known, names: Collection[str], config: Mapping[str, Any]
     Where no model is ``known``, an embedding shares its weight if there is no head.
     """
     modules = {name: name.removesuffix(".weight") for name in names if name.endswith(".weight")}
-    found = {module for module in modules.values() if module == GGUF_HEAD or is_skipped(module, USUAL_HEADS)}
+    found = {module for module in modules.values() if module == GGUF_HEAD or ends_in(module, USUAL_HEADS)}
     if known.model is not None:
         every = {f"{fqn}.weight" for fqn in heads(known.model)}
         every |= {tied_keys(known.model)[name] for name in tied_layers(known.model, ())}
@@ -58,5 +58,5 @@ def head_modules(known: Known, names: Collection[str], config: Mapping[str, Any]
             m for name, m in modules.items() if not every.isdisjoint((name, *known.loaded(name).parameters))
         }
     if not found and config.get("tie_word_embeddings", True):
-        return {module for module in modules.values() if is_skipped(module, LOOKUPS)}
+        return {module for module in modules.values() if ends_in(module, LOOKUPS)}
     return found

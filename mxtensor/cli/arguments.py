@@ -123,8 +123,8 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "skip": (
         ("--skip",),
-        {"action": "append", "default": [], "metavar": "NAME",
-         "help": "a module that stays in high precision; may be repeated"},
+        {"action": "extend", "nargs": "+", "default": [], "metavar": "NAME",
+         "help": "modules that stay in high precision, with all that is inside them: their names or the ends of these"},
     ),
     "shard": (
         ("--max-shard-bytes",),

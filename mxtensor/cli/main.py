@@ -57,7 +57,7 @@ COMMANDS = {
             "mxtensor plan ./SmolLM2 --text book.txt --tokens 8192 --bits 5.0 -o plan.json",
             "mxtensor plan ./SmolLM2 --text book.txt --format mxfp4-weight-only mxfp8-weight-only --bits 6",
         ),
-        ("model", "required_text", "bits", "choices", "head", "plan_file", *_READING),
+        ("model", "required_text", "bits", "choices", "skip", "head", "plan_file", *_READING),
     ),
     "convert": Command(
         files.convert,
@@ -97,7 +97,7 @@ COMMANDS = {
             "mxtensor report ./SmolLM2-mxfp4 --reference ./SmolLM2 --text book.txt --tokens 1024 -o report.html",
             "mxtensor report ./SmolLM2 --format mxfp8-weight-only mxfp4-weight-only --text book.txt --tokens 1024",
         ),
-        ("model", "reference", "formats", "text", "inputs", "page", *_READING),
+        ("model", "reference", "formats", "skip", "text", "inputs", "page", *_READING),
     ),
     "tune": Command(
         tune.tune,
@@ -164,6 +164,9 @@ def _usage_of(chosen: argparse.Namespace) -> str | None:
         return "pass either --format, or --plan with the file of a plan"
     if chosen.command == "quantize" and chosen.plan is not None and chosen.include_head:
         return "--include-head is for --format; a plan has its own format for the head"
+    formats = [name for key in ("format", "formats") if (name := vars(chosen).get(key))]
+    if chosen.command in ("eval", "report") and chosen.skip and not formats:
+        return "--skip is for --format"
     if chosen.command == "report" and chosen.text is not None and chosen.inputs is not None:
         return "pass --text or --inputs, not both"
     return None

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from ..checkpoints.registry import opened
 from ..convert.model_size import model_size
 from ..convert.quantize import quantize_
+from ..convert.weights import FilterFn
 from ..report.model_report import layer_errors
 from ..report.output_errors import output_errors
 from ..report.page import Measured, page, summary
 from ..report.quality import Quality, evaluate
 from ..tensor.mxtensor import MXTensor
 from .gguf_models import gguf_file, stored_size
-from .models import load_model, load_tokenizer, read_text, text_rows
+from .models import filter_without, load_model, load_tokenizer, read_text, text_rows
 from .output import check_page, columns, one_line, progress, show
 
 
@@ -97,10 +98,10 @@ def _stored(path: str, size: Size) -> list[str]:
 # ---------------------------------------------------------------------------------------------- report
 
 
-def _quantized(model: nn.Module, format: str) -> Any:
+def _quantized(model: nn.Module, format: str, filter_fn: FilterFn | None) -> Any:
     """A quantized copy, which shares the memory of what stays in high precision."""
     copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    return quantize_(copied, format)
+    return quantize_(copied, format, filter_fn)
 
 
 def _inputs(arguments: argparse.Namespace, rows: Tensor | None) -> list[dict[str, Any]]:
@@ -150,13 +151,16 @@ def report(arguments: argparse.Namespace) -> int:
     before = arguments.path if arguments.reference is None else arguments.reference
     reference, tokenizer = _reference(before, arguments.device)
     labels = arguments.formats or [arguments.path]
+    chosen = filter_without("report", reference, arguments.skip)
     rows = None if text is None else rows_of(arguments, text, tokenizer)
     inputs, models = _inputs(arguments, rows), []
     steps = 1 + len(inputs) + (0 if rows is None else len(rows))
     with progress(len(labels) * steps, "measuring", "step") as step:
         for label in labels:
             small = (
-                _quantized(reference, label) if arguments.formats else load_model(arguments.path, arguments.device)[0]
+                _quantized(reference, label, chosen)
+                if arguments.formats
+                else load_model(arguments.path, arguments.device)[0]
             )
             size = _size(arguments.path, small, label if arguments.formats else None)
             _check_quantized(arguments, small)

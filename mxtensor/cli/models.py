@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..checkpoints import convert
+from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip, with_parameters
 from ..checkpoints.registry import layout_of, opened
+from ..convert.weights import FilterFn, weights_to_quantize
 from ..integrations import TransformersConfig
 from ..report.quality import windows
 from .gguf_models import gguf_file, save_gguf, temporary, with_codes
@@ -94,6 +97,17 @@ def load_model(
     if keeps_codes and format is None:
         with_codes(model, path)
     return model.to(device), tokenizer
+
+
+def filter_without(command: str, model: nn.Module, skip: Sequence[str], include_head: bool = False) -> FilterFn | None:
+    """What ``quantize_`` converts without a filter, except for what ``skip`` names; None: nothing is skipped."""
+    if not skip:
+        return None
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    warn_of_unmatched_skip(command, skip, with_parameters(model), names)
+    found = weights_to_quantize(model, None, include_head)
+    taken = {weight.module_name for weight in found if not is_skipped(weight.fqn, skip)}
+    return lambda _, fqn: fqn in taken
 
 
 def load_tokenizer(folder: str | Path) -> Any:

@@ -10,7 +10,7 @@ from ..convert.configs import recipe_of
 from ..convert.format_plan import Plan
 from ..tensor.mxtensor import MXTensor
 from .measure import check_device, rows_of
-from .models import load_model, read_text
+from .models import filter_without, load_model, read_text
 from .output import check_page, note, show
 
 BATCH = 4
@@ -32,12 +32,14 @@ def make_plan(arguments: argparse.Namespace) -> int:
     if any(isinstance(parameter, MXTensor) for parameter in model.parameters()):
         raise ValueError(f"{arguments.path} is quantized already; pass the model before quantization")
     rows = rows_of(arguments, text, tokenizer)
+    chosen = filter_without("plan", model, arguments.skip, arguments.include_head)
     found = plan(
         model,
         list(rows.split(BATCH)),
         arguments.bits,
         formats,
-        include_head=arguments.include_head,
+        filter_fn=chosen,
+        include_head=arguments.include_head and chosen is None,
     )
     found.save(arguments.output)
     fields: dict[str, Any] = {

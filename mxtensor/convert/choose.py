@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -64,7 +65,8 @@ def _warn_of_unmatched(model: nn.Module, table: FqnToConfig, recipes: dict[str, 
     every: list[str] = []
     names: list[str] = []
     for fqn, module in model.named_modules(remove_duplicate=False):
-        every.append(fqn)
+        if module._parameters or next(module.parameters(), None) is None:  # not one that only holds others
+            every.append(fqn)
         known = names_of_weights(module)
         for name in module._parameters:
             every.append(f"{fqn}.{name}" if fqn else name)
@@ -76,9 +78,12 @@ def _warn_of_unmatched(model: nn.Module, table: FqnToConfig, recipes: dict[str, 
         if key != DEFAULT and not any(table.matches(key, name) for name in (every if recipe is None else names))
     ]
     if unmatched:
+        modules = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
+        holder = next((key for key in unmatched if key in modules), None)
+        more = "" if holder is None else f"; for all that is inside {holder}, pass 're:{re.escape(holder)}\\..*'"
         warnings.warn(
             f"quantize_: no weight that can be quantized has the name {', '.join(map(repr, unmatched))} of the "
-            "FqnToConfig; names are those of model.named_modules() and model.named_parameters()",
+            f"FqnToConfig; names are those of model.named_modules() and model.named_parameters(){more}",
             UserWarning,
             stacklevel=4,
         )

@@ -24,8 +24,9 @@ class FqnToConfig(KnownFields):
     ``_default``. Values are what ``quantize_`` takes; None leaves the weights unquantized. A weight takes the first of
     these keys that exists: the name of the parameter, the name of its module, the first expression that matches the
     parameter, the first that matches the module, ``_default``. ``_default`` applies to the layers that ``quantize_``
-    would convert without a filter; the other keys apply to embeddings, heads and routers too. Raises TypeError for keys
-    that are not strings, ValueError for an invalid regular expression and for two different tables.
+    would convert without a filter; the other keys apply to embeddings, heads and routers too. As in torchao, the name
+    of a module is no key of the modules inside it: ``"re:layers\\.0\\..*"`` is. Raises TypeError for keys that are not
+    strings, ValueError for an invalid regular expression and for two different tables.
     """
 
     fqn_to_config: Mapping[str, Any] = field(default_factory=dict)

@@ -55,6 +55,13 @@ def suggestion(text: str, names: Iterable[str]) -> str:
     return f"did you mean {shown}?" if found else ""
 
 
+def has_part(name: str, part: str) -> bool:
+    """Whether consecutive components of ``name`` are ``part``: ``model.layers.0.mlp`` has the parts ``mlp``,
+    ``layers.0`` and the whole name, and not ``layers.0.m``.
+    """
+    return f".{part}." in f".{name}."
+
+
 def choices(kind: str, text: str, names: Iterable[str]) -> str:
     """What an error says after an unknown name: the similar names first, then all. ``kind``: ``"formats"`` ..."""
     names = list(names)

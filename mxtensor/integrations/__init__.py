@@ -15,9 +15,9 @@ class TransformersConfig:
     """``quantization_config`` of transformers' ``from_pretrained``: weights are quantized while they are loaded.
 
     ``format``: what ``quantize_`` takes by name for inference, such as ``"mxfp4-weight-only"``. ``skip``: names of
-    modules that stay in high precision, from their last components: ``"lm_head"``, ``"layers.0.mlp"``. Embeddings,
-    heads, routers and layers that share a weight with an embedding always do. The instance is one of transformers'
-    ``QuantizationConfigMixin``. Raises ValueError for an unknown format.
+    modules that stay in high precision with all that is inside them, or the ends of these names: ``"model.layers.0"``,
+    ``"mlp"``. Embeddings, heads, routers and layers that share a weight with an embedding always do. The instance is
+    one of transformers' ``QuantizationConfigMixin``. Raises ValueError for an unknown format.
     """
 
     def __new__(cls, format: str, skip: Sequence[str] = ()) -> Any:

@@ -56,6 +56,8 @@ class MXQuantizationConfig(QuantizationConfigMixin):
             raise TypeError(f"TransformersConfig takes the name of a format, not {described(format)}")
         if isinstance(skip, str) or not all(isinstance(name, str) for name in skip):
             raise TypeError(f"TransformersConfig: skip must be names of modules, got {described(skip)}")
+        if "modules_to_not_convert" in unused:
+            raise TypeError("TransformersConfig: modules_to_not_convert has the name skip here")
         self.format, self.skip = format, list(skip)
         if format is not None and recipe_of(format).trains:
             raise ValueError(f"TransformersConfig: {format} trains, and stores no codes; pass a format for inference")
@@ -131,7 +133,10 @@ class MXQuantizer(HfQuantizer):
                 stacklevel=2,
             )
         if not self.pre_quantized:
-            warn_of_unmatched_skip("TransformersConfig", self.quantization_config.skip, with_parameters(model))
+            parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+            warn_of_unmatched_skip(
+                "TransformersConfig", self.quantization_config.skip, with_parameters(model), parameters
+            )
         _, self._left = tied_to_embeddings(model)
         self._left |= {f"{fqn}.weight" for fqn in heads(model)}
         return model
@@ -214,7 +219,7 @@ class MXQuantizer(HfQuantizer):
         """The kind of module whose parameter ``name`` is to be quantized; None leaves it in high precision."""
         module, leaf, path = place(model, name)
         kind = next((kind for kind in KINDS if leaf in kind.names and kind.matches(module)), None)
-        skipped = not default_filter(module, path) or is_skipped(path, self.quantization_config.skip)
+        skipped = not default_filter(module, path) or is_skipped(name, self.quantization_config.skip)
         return None if kind is None or skipped or name in self._left else kind
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:

@@ -70,7 +70,7 @@ def test_a_plan_is_made_and_quantizes_the_checkpoint(folder, tmp_path, capsys):
     assert 0.4 < fields["kl"] / measured["kl"] < 2.5
 
 
-@pytest.mark.parametrize("name", ["up_prog", "model.layers.0.mlp"])
+@pytest.mark.parametrize("name", ["up_prog", "model.layers.9.mlp"])
 def test_a_name_to_skip_that_matches_no_module_is_noticed(name, folder, tmp_path, capsys):
     warning = f"warning: convert: --skip {name} matches no module"
     out = ("-o", tmp_path / "q", "--format", "mxfp8", "--skip", name, "--skip", "lm_head", "--skip", "up_proj")
@@ -79,6 +79,32 @@ def test_a_name_to_skip_that_matches_no_module_is_noticed(name, folder, tmp_path
     arguments = ("--format", "mxfp8", "--skip", name, "--text", folder / "text.txt", "--tokens", 256)
     code, _, err = run(capsys, "eval", folder / "plain", *arguments)
     assert code == 0 and warning.replace("convert", "TransformersConfig") in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp", "mlp", "model.layers.0.mlp.up_proj.weight"])
+def test_all_that_is_inside_a_module_is_skipped_by_every_command(name, folder, tmp_path, capsys):
+    model, text = folder / "plain", ("--text", folder / "text.txt", "--tokens", 256, "--window", 64)
+    every = mx.quantize_(AutoModelForCausalLM.from_pretrained(model), "mxfp8-weight-only")
+    wanted = {n for n, p in every.named_parameters() if isinstance(p, mx.MXTensor) and f".{name}." not in f".{n}."}
+    options = ("--format", "mxfp8-weight-only", "--skip", name, "lm_head")
+    assert run(capsys, "quantize", model, "-o", tmp_path / "q", *options)[0] == 0
+    state = mx.checkpoints.load(tmp_path / "q")
+    assert {n for n, t in state.items() if isinstance(t, mx.MXTensor)} == wanted
+    config = mx.TransformersConfig("mxfp8-weight-only", skip=[name])
+    loaded = AutoModelForCausalLM.from_pretrained(model, quantization_config=config)
+    assert {n for n, p in loaded.named_parameters() if isinstance(p, mx.MXTensor)} == wanted
+    code, out, err = run(capsys, "report", model, *options, "-o", tmp_path / "r.html", "--json")
+    assert code == 0 and not err
+    assert {row["fqn"] for row in json.loads(out)["models"][1]["weights"]} == wanted
+    options = ("--format", "mxfp4-weight-only", "mxfp8-weight-only", "--skip", name)
+    assert run(capsys, "plan", model, *text, *options, "-o", tmp_path / "plan.json")[0] == 0
+    assert set(mx.Plan.load(tmp_path / "plan.json").weights) == wanted
+
+
+@pytest.mark.parametrize("command", ["eval", "report"])
+def test_names_to_skip_need_a_format(command, folder, capsys):
+    options = ("--text", folder / "text.txt", *(("--reference", folder / "plain") if command == "report" else ()))
+    assert run(capsys, command, folder / "plain", *options, "--skip", "mlp")[0] == 2
 
 
 def test_a_plan_of_another_checkpoint_is_noticed(folder, tmp_path):

@@ -90,6 +90,14 @@ def test_names_that_match_nothing_are_named():
     assert formats(model) == {"a.weight": "mxfp8_e4m3"}
 
 
+def test_the_name_of_what_only_holds_other_modules_matches_nothing():
+    """As in torchao: its layers have the default, which is not what such a key looks like."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), nn.Linear(64, 64))
+    with pytest.warns(UserWarning, match=r"the name '0' of the FqnToConfig; .* inside 0, pass 're:0\\\.\.\*'"):
+        mx.quantize_(model, mx.FqnToConfig({"0": None, "0.1": None, "_default": "mxfp8"}))
+    assert formats(model).keys() == {"0.0.weight", "1.weight"}
+
+
 @pytest.mark.parametrize(
     ("config", "filter_fn", "error", "message"),
     [
