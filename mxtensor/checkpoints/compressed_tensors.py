@@ -25,7 +25,7 @@ from ..core.names import dtype_name
 from ..numerics.formats import FORMATS, Format
 from ..tensor.mxtensor import MXTensor
 from .global_scale import decoded, divides, remember, stored_for
-from .layout import MERGES, SPLITS, Layout, Written, companions, joined, rowwise, weight, with_others
+from .layout import MERGES, SPLITS, Layout, Written, columns_of_blocks, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 METHOD = "compressed-tensors"
@@ -281,6 +281,7 @@ COMPRESSED_TENSORS = Layout(
     detect=lambda checkpoint: checkpoint.method == METHOD,
     read=_read,
     write=_write,
+    whole=lambda format: columns_of_blocks(format) if format.block[0] == 1 else (1, 1),
     config=_config,
     operations=MERGES,
     shared=False,

@@ -5,27 +5,33 @@ mx.checkpoints.convert("model", "out", layout="modelopt", format="nvfp4")
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..convert.configs import Config
+from ..core.names import dtype_name
 from ..core.workers import in_order
-from ..numerics.formats import Orientation, Rounding
+from ..numerics.formats import Format, Orientation, Rounding
+from ..numerics.reference import SOURCE_DTYPES
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from .destination import check_separate
 from .known import Known
-from .layout import Layout, Written
+from .layout import Layout, Written, check_shapes
 from .matrices import matrix_orientation
 from .recipes import Recipes, ends_in, raise_nothing_quantized
 from .registry import layout_of, opened
 from .relative_error import relative_error
 from .sink import merged
+from .source import Checkpoint, Entry
 from .stack_scales import StackScales
 from .store import SHARD_BYTES, config_files, sink_of, store_tensor, with_bar, writable
 from .tied import LOOKUPS, head_modules
@@ -61,6 +67,9 @@ class Conversion:
     """Scales of static activations of another layout, which are not stored."""
     stacks: list[str] = field(default_factory=list)
     """Experts that would have been quantized, and stay as they were: readers of the layout would not take them."""
+
+    not_finite: list[str] = field(default_factory=list)
+    """Tensors with NaN or Inf that were quantized: the blocks that have one decode to NaN or zeros."""
 
     left: list[str] = field(default_factory=list)
     """Other matrices that would have been quantized, and stay as they were: transformers splits or joins them without a
@@ -102,38 +111,60 @@ class _Casts:
 
     def of(self, name: str, value: Tensor) -> Tensor:
         """The tensor that is stored: ``value`` itself if it stays as it is."""
-        side = matrix_orientation(name, value.shape, self.written.config)
-        recipe, left_out = self.recipes.of(name)
-        if side is None or left_out or recipe is None or not value.is_floating_point() or not value.numel():
+        side, recipe = self._cast(name, value.shape)
+        if side is None or recipe is None or not value.is_floating_point() or not value.numel():
             return value
         plain, fits = not isinstance(value, MXTensor), value.dim() in self.layout.dims
-        side = self.written.known.orientation(name) or side
-        others = self._why_left(name, value, side, recipe) if plain else None
+        others = self._why_left(name, value.dim(), side, recipe) if plain else None
         if others is not None:
             others.append(name)
             return value
         return self._quantized(name, value, recipe, side) if fits else value
 
     def _quantized(self, name: str, value: Tensor, recipe: LinearRecipe, side: Orientation) -> Tensor:
-        """``value`` in the format of ``recipe``, if it has another one."""
+        """``value`` in the format of ``recipe``, if it has another one. Raises TypeError that names it."""
         if isinstance(value, MXTensor):
             if value.format == recipe.stored.format:
                 return value
             value = value.dequantize()
+        if value.dtype not in SOURCE_DTYPES:  # codes whose scales are not found
+            raise TypeError(
+                f"convert: {name} is stored as {dtype_name(value.dtype)} without scales that this layout knows; name "
+                f"its module in skip=, or store it in one of {', '.join(map(dtype_name, SOURCE_DTYPES))}"
+            )
         if self.layout.stacks and self.stacks.applies(name, recipe):
             return self.stacks.quantized(name, value, recipe, side)
         return quantize_as(value, recipe, side)
 
-    def _why_left(self, name: str, value: Tensor, side: Orientation, recipe: LinearRecipe) -> list[str] | None:
+    def _cast(self, name: str, shape: Sequence[int]) -> tuple[Orientation | None, LinearRecipe | None]:
+        """How a tensor of this name and shape would be quantized; None for one that stays as it is."""
+        side = matrix_orientation(name, shape, self.written.config)
+        recipe, left_out = self.recipes.of(name)
+        return side and (self.written.known.orientation(name) or side), None if left_out else recipe
+
+    def check_shapes(self, checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> None:
+        """Raise NotImplementedError for values that would be quantized in shapes that the layout does not hold."""
+        found: dict[str, tuple[Sequence[int], Format]] = {}
+        for name, entry in entries.items():
+            stored = checkpoint.tensors[entry.sources[0]]
+            shape = stored.shape if entry.encoded is None else entry.encoded.shape
+            side, recipe = self._cast(name, shape)
+            if len(entry.sources) > 1 or side is None or recipe is None or not math.prod(shape):  # more: codes, scales
+                continue
+            if self._why_left(name, len(shape), side, recipe) is None:
+                found[name] = shape, recipe.stored.format
+        check_shapes("convert", self.layout, found, "name their modules in skip= ({})")
+
+    def _why_left(self, name: str, dims: int, side: Orientation, recipe: LinearRecipe) -> list[str] | None:
         """The list to which the name of a tensor belongs that the layout, or its readers, do not take as codes."""
         layout, known = self.layout, self.written.known
-        if (value.dim() == 3 and 3 not in layout.dims) or (not layout.experts and self.written.is_expert(name)):
+        if (dims == 3 and 3 not in layout.dims) or (not layout.experts and self.written.is_expert(name)):
             return self.report.stacks
-        if value.dim() not in layout.dims:
+        if dims not in layout.dims:
             return self.unfit
-        transposed = value.dim() == 2 and side is Orientation.COLUMNWISE and not layout.columnwise
+        transposed = dims == 2 and side is Orientation.COLUMNWISE and not layout.columnwise
         shared = not layout.shared and known.is_shared(name)
-        unnamed = value.dim() == 2 and name.rpartition(".")[2] != "weight" and not layout.any_name
+        unnamed = dims == 2 and name.rpartition(".")[2] != "weight" and not layout.any_name
         if transposed or shared or unnamed or not layout.takes(known.loaded(name).operations, recipe.stored.format):
             return self.report.left
         return None
@@ -187,10 +218,15 @@ def convert(
             def work(name: str) -> tuple[Tensor, float | None]:
                 value = checkpoint.load(name, rest[name])
                 new = casts.of(name, value)
-                return new, None if new is value else relative_error(value, new)
+                if new is value:
+                    return new, None
+                if not isinstance(value, MXTensor) and not value.sum(dtype=torch.float32).isfinite():  # one fast pass
+                    report.not_finite += [] if value.isfinite().all() else [name]
+                return new, relative_error(value, new)
 
             recipes.warn_of_unmatched(rest)
             recipes.heads = head_modules(known, rest, checkpoint.config) if include_head else set()
+            casts.check_shapes(checkpoint, rest)
             workers = 1 if any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in recipes.every) else None
             quantized = False
             with closing(in_order(work, list(rest), workers)) as results:
@@ -204,8 +240,15 @@ def convert(
                     else:
                         store_tensor(sink, chosen, written, name, new)
                     quantized |= isinstance(new, MXTensor)
-            for names in (report.stacks, report.left, casts.unfit):
+            for names in (report.stacks, report.left, report.not_finite, casts.unfit):
                 names.sort()
+            if report.not_finite:
+                warnings.warn(
+                    f"convert: {len(report.not_finite)} tensors hold NaN or Inf, such as {report.not_finite[0]}; what "
+                    "is quantized of their blocks is NaN or zeros",
+                    UserWarning,
+                    stacklevel=2,
+                )
             if not quantized and (not chosen.one_file if format is None else not recipes.skips(rest)):
                 unfit = report.stacks + casts.unfit
                 raise_nothing_quantized(checkpoint.path, chosen, format is None, unfit, report.left)

@@ -65,7 +65,8 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a file that is not valid raises what numpy and enum raise
-        raise ValueError(f"{path} cannot be read as GGUF: {error!r:.200}") from error
+        why = str(error) if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{path} cannot be read as GGUF: {why:.200}") from error
     return out
 
 
@@ -220,6 +221,7 @@ GGUF = Layout(
     detect=lambda checkpoint: isinstance(checkpoint, GGUFCheckpoint),
     read=_read,
     write=_write,
+    whole=lambda format: (1, WRITTEN[format.name][2] if format.name in WRITTEN else 1),
     metadata=_type_of,
     unchanged=_unchanged,
     sink=GGUFSink,

@@ -82,6 +82,7 @@ GPT_OSS = Layout(
     detect=_detect,
     read=_read,
     write=_write,
+    whole=lambda format: (32, 1),
     config=_config,
     dims=(3,),
     formats="mxfp4_e2m1, stacked experts",

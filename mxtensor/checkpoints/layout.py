@@ -25,6 +25,8 @@ from .known import Known
 from .matrices import matrix_orientation
 from .source import Checkpoint, Entry, named_dtype, plain
 
+NAMED = 5
+"""Tensors that a message names."""
 LARGEST_WEIGHT = 65504.0
 """The largest float16. A decoded amax above it comes from a global scale that was read the wrong way round."""
 
@@ -120,6 +122,8 @@ class Layout:
     """What writes the file, as ``Sink`` does; None: safetensors."""
     dims: tuple[int, ...] = (2,)
     """Dimensions of the tensors that ``convert`` quantizes: 2 for matrices, 3 for stacked experts."""
+    whole: Callable[[Format], tuple[int, int]] = lambda format: (1, 1)
+    """Format -> the rows and the columns of which a matrix must have multiples."""
     embeddings: bool = False
     """Whether readers decode embeddings: the table of one that is shared with a quantized head."""
     operations: tuple[tuple[str, ...], ...] | None = None
@@ -257,6 +261,36 @@ def with_others(checkpoint: Checkpoint, entries: dict[str, Entry], scales: Itera
                 raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks the weight of this scale")
             entries[name] = plain(name)
     return entries
+
+
+def columns_of_blocks(format: Format) -> tuple[int, int]:
+    """``Layout.whole`` of layouts without parts of blocks."""
+    return 1, max(format.block[-1], 1)
+
+
+def check_shapes(
+    function: str, layout: Layout, tensors: Mapping[str, tuple[Sequence[int], Format]], way_out: str
+) -> None:
+    """Raise NotImplementedError that names the tensors, each with its shape and its format, that do not have the whole
+    blocks that the layout needs. ``way_out``: what to do, with the last parts of their modules in the place of ``{}``.
+    """
+    unfit: dict[tuple[int, int], dict[str, Sequence[int]]] = {}
+    for name, (shape, format) in tensors.items():
+        rows, columns = layout.whole(format)
+        if len(shape) > 1 and (shape[-2] % rows or shape[-1] % columns):
+            unfit.setdefault((rows, columns), {})[name] = tuple(shape)
+    for (rows, columns), shapes in unfit.items():
+        ends = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in shapes)
+        block = f"{rows}x{columns}" if rows > 1 else columns
+        raise NotImplementedError(
+            f"{function}: the layout {layout.name} holds whole blocks of {block} values, unlike "
+            f"{_listed([f'{name} {shape}' for name, shape in shapes.items()])}; "
+            f"{way_out.format(_listed(list(ends)))}, or use the layout native"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def rowwise(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.arguments import described
 from ..numerics.formats import FORMATS
 from ..tensor.mxtensor import MXTensor
-from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
+from .layout import Layout, Written, columns_of_blocks, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 NAME = "mlx"
@@ -91,6 +91,7 @@ MLX = Layout(
     detect=_detect,
     read=_read,
     write=_write,
+    whole=columns_of_blocks,
     config=_config,
     metadata=lambda name, t: {"format": "mlx"},
     dims=(2, 3),

@@ -19,7 +19,7 @@ from ..core.names import dtype_name
 from ..tensor.mxtensor import MXTensor
 from .compressed_tensors import float8_weight
 from .global_scale import decoded, multiplies, remember, stored_for
-from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
+from .layout import Layout, Written, columns_of_blocks, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 NAME = "modelopt"
@@ -109,6 +109,7 @@ MODELOPT = Layout(
     detect=_detect,
     read=_read,
     write=_write,
+    whole=columns_of_blocks,
     config=_config,
     formats=f"{', '.join(ALGORITHMS)}; read also: float8 with one scale per tensor",
 )

@@ -127,7 +127,7 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", "Validating sparse tensor", UserWarning)  # they are refused below
             found = _load(file)
     except Exception as error:  # a file that is not valid raises whatever its words lead to
-        text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
+        text = " ".join((str(error) or repr(error)).split()).rpartition("WeightsUnpickler error: ")[2]
         text = text.partition(" Please use")[0].partition(" Check the doc")[0]  # no advice to run the code of a file
         raise ValueError(f"{file} cannot be read by torch.load(weights_only=True): {text:.200}") from error
     inner = [key for key in NESTED if isinstance(found, dict) and isinstance(found.get(key), dict)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.arguments import described
 from ..tensor.mxtensor import MXTensor
 from .compressed_tensors import float8_weight
-from .layout import Layout, Written, companions, joined, rowwise, weight, with_others
+from .layout import Layout, Written, columns_of_blocks, companions, joined, rowwise, weight, with_others
 from .source import Checkpoint, Entry
 
 NAME = "quark"
@@ -103,6 +103,7 @@ QUARK = Layout(
     detect=lambda checkpoint: checkpoint.method == "quark",
     read=_read,
     write=_write,
+    whole=columns_of_blocks,
     config=_config,
     formats=", ".join(DTYPES),
 )

@@ -303,6 +303,9 @@ def _files(path: Path) -> list[Path]:
     if not files:
         found = sorted(entry.name for entry in path.iterdir())  # raises OSError for a folder that cannot be read
         others = f"{len(found)} other files, such as {found[0]}" if found else "nothing"
+        snapshots = sorted(path.glob("snapshots/*/"))
+        if snapshots:  # a folder models--ORGANIZATION--NAME
+            others = f"what the cache of the Hugging Face hub has of a model: pass {snapshots[-1]}"
         raise FileNotFoundError(f"{path} holds no checkpoint: no file ends in {', '.join(ENDINGS)}; it holds {others}")
     return files
 

@@ -20,7 +20,7 @@ from ..core.progress import with_progress
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .known import Known
-from .layout import Layout, Written
+from .layout import Layout, Written, check_shapes
 from .recipes import ends_in
 from .registry import get_layout, layout_of, opened
 from .sink import Sink, merged
@@ -71,6 +71,8 @@ def save(
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
     written = Written(config, Known(model if isinstance(model, nn.Module) else None))
+    shapes = {k: (v.shape, v.format) for k, v in state.items() if isinstance(v, MXTensor) and v.rowwise is not None}
+    check_shapes("save", chosen, shapes, "leave {} in high precision (filter_fn of quantize_)")
     with sink_of(chosen, path, max_shard_bytes, overwrite, None) as sink:
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, Tensor):

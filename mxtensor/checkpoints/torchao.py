@@ -276,6 +276,7 @@ TORCHAO = Layout(
     detect=_detect,
     read=_read,
     write=_write,
+    whole=lambda format: (max(format.block[0], 1), max(format.block[1], 1)),
     config=_config,
     operations=(),
     parameter_names=True,

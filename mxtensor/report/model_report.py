@@ -58,11 +58,13 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
 
 def decibels(signal: float, noise: float) -> float:
     """The ratio of two sums of squares in dB, with the special values of :func:`sqnr_db`."""
-    if math.isnan(signal) or math.isnan(noise):
+    if math.isnan(signal) or math.isnan(noise) or (math.isinf(signal) and math.isinf(noise)):
         return math.nan
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    if signal == 0 or noise == math.inf:
+        return -math.inf
+    return 10 * (math.log10(signal) - math.log10(noise))  # their ratio may be too small for a float
 
 
 @dataclass(frozen=True)

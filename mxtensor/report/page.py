@@ -117,8 +117,8 @@ def summary(models: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
         header += ["perplexity", "KL", "same token"]
     rows = []
     for m in models:
-        ratios = {row.fqn: row.sqnr_db for row in m.weights if math.isfinite(row.sqnr_db)}
-        worst = min(ratios, key=lambda fqn: ratios[fqn], default="")
+        ratios = {row.fqn: row.sqnr_db for row in m.weights if row.sqnr_db != math.inf}  # a NaN or Inf must be seen
+        worst = min(ratios, key=lambda fqn: (not math.isnan(ratios[fqn]), ratios[fqn]), default="")
         mean = sum(ratios.values()) / len(ratios) if ratios else math.nan
         row = [m.label, f"{m.bits:.2f}", f"{m.nbytes / 1e6:.1f}", db(mean), db(ratios.get(worst, math.nan)), worst]
         if m.quality is not None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 WINDOW = 256
 """Tokens of text that a model sees at once."""
+LARGEST_LOSS = 709.0
+"""Above it, exp is no float."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ def windows(tokenizer: Any, text: str, count: int | None = None, window: int = W
             f"the text has {len(ids)} tokens; {count} were asked for: pass a longer text, or count={len(ids)}"
         )
     count = len(ids) if count is None else count
+    if count < 2:
+        raise ValueError(f"the text has {len(ids)} tokens, and at least 2 are needed: pass a longer text")
     if count < window:
         raise ValueError(f"{count} tokens of the text are less than a window of {window}: pass more, or window={count}")
     return ids[: count // window * window].view(-1, window)
@@ -74,16 +78,21 @@ class _Tokens:
 
 def _tokens(found: Tensor, reference: Tensor, rows: Tensor) -> _Tokens:
     loss, other = (-model.gather(-1, rows[:, 1:, None]).flatten() for model in (found, reference))
-    kl = (reference.exp() * (reference - found)).sum(-1)
+    terms = reference.exp() * (reference - found)
+    kl = terms.masked_fill(reference.isneginf(), 0.0).sum(-1)  # what cannot follow, by its mask, adds nothing
     same = found.argmax(-1) == reference.argmax(-1)
     return _Tokens(loss, other, kl.flatten().double(), same.flatten().float())
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < LARGEST_LOSS else math.inf
 
 
 def _quality(tokens: Sequence[_Tokens]) -> Quality:
     names = ("loss", "other_loss", "kl", "same")
     loss, other, kl, same = (torch.cat([getattr(t, name) for t in tokens]) for name in names)
-    perplexity, reference = (math.exp(x.mean().item()) for x in (loss, other))
-    error = (kl.std() / len(kl) ** 0.5).item()
+    perplexity, reference = (_exp(x.mean().item()) for x in (loss, other))
+    error = (kl.std() / len(kl) ** 0.5).item() if len(kl) > 1 else math.nan
     return Quality(perplexity, kl.mean().item(), error, same.mean().item(), len(kl), reference)
 
 

@@ -126,6 +126,47 @@ def test_experts_stored_one_by_one_are_quantized_where_readers_take_them(layout,
     assert quantized or "1 tensors of experts stay as they were" in str(report)
 
 
+LAYERS = {f"layers.{i}.{name}.weight": (64, columns) for i in range(4) for name, columns in (("up", 64), ("down", 72))}
+
+
+@pytest.mark.parametrize(
+    ("layout", "format", "block"),
+    [
+        ("quark", "mxfp4", "32"), ("mlx", "mxfp8", "32"), ("gguf", "mxfp4", "32"), ("modelopt", "nvfp4", "16"),
+        ("compressed-tensors", "mxfp8", "32"), ("torchao", "mxfp8", "32"), ("torchao", "float8_128x128", "128x128"),
+    ],
+)  # fmt: skip
+def test_all_layers_that_do_not_fit_are_named_before_one_is_read(layout, format, block, tmp_path, monkeypatch):
+    path = checkpoint(tmp_path / "a", {name: torch.randn(shape) for name, shape in LAYERS.items()})
+    monkeypatch.setattr(conversion, "store_tensor", None)
+    out = tmp_path / ("b.gguf" if layout == "gguf" else "b")
+    with pytest.raises(NotImplementedError) as error:
+        mx.checkpoints.convert(path, out, layout=layout, format=f"{format}-weight-only")
+    message = str(error.value)
+    assert f"the layout {layout} holds whole blocks of {block} values, unlike " in message
+    if block == "128x128":
+        assert "layers.0.down.weight (64, 72), " in message and " and 3 more; name their modules in skip= (" in message
+    else:
+        named = [f"layers.{i}.down.weight (64, 72)" for i in range(4)]
+        assert all(name in message for name in named) and "up" not in message
+        assert message.endswith("; name their modules in skip= (down), or use the layout native")
+    monkeypatch.undo()
+    if block != "128x128":
+        report = mx.checkpoints.convert(path, out, layout=layout, format=f"{format}-weight-only", skip=["down"])
+        assert len(report.errors) == 4
+    with pytest.raises(NotImplementedError, match=r"save: .* unlike .*layers\.0\.down\.weight \(64, 72\), "):
+        state = {name: mx.quantize(torch.randn(shape), format) for name, shape in LAYERS.items()}
+        mx.checkpoints.save(state, tmp_path / ("c.gguf" if layout == "gguf" else "c"), layout=layout)
+
+
+def test_codes_without_scales_are_refused_by_name(tmp_path):
+    state = {"a.weight": torch.randn(64, 64).to(torch.float8_e4m3fn), "b.weight": torch.randn(64, 64)}
+    path = checkpoint(tmp_path / "a", state)
+    with pytest.raises(TypeError, match=r"a\.weight is stored as float8_e4m3fn without scales that this layout knows"):
+        mx.checkpoints.convert(path, tmp_path / "b", format="mxfp4")
+    assert list(mx.checkpoints.convert(path, tmp_path / "b", format="mxfp4", skip=["a"]).errors) == ["b.weight"]
+
+
 def test_a_conversion_quantizes_matrices_and_copies_other_files(tmp_path):
     state = {
         "model.embed_tokens.weight": torch.randn(64, 64), "model.layers.0.q_proj.weight": torch.randn(64, 64),

@@ -220,6 +220,11 @@ NEVER_SEEN = {
     "the reference has no layer {value} of its own; pass a copy.deepcopy of the model before",
     "no layer is quantized, so there is nothing to report; pass --format",
     "a report needs matplotlib: pip install 'mxtensor[plot]'",
+    "{value} is not a path; is a variable of the shell empty?",
+    "--plan: {value} {value}; pass a file that `mxtensor plan` has written",
+    "the tokenizer of {value} makes token {value} of the text, and the model knows {value} tokens; pass --tokenizer "
+    "with that of the model",
+    "the text has {value} tokens, and at least 2 are needed: pass a longer text",
     "the text has {value} tokens; {value} were asked for: pass a longer text, or count={value}",
     "{value} tokens of the text are less than a window of {value}: pass more, or window={value}",
     "the model has a vocabulary of {value} tokens, the reference one of {value}; compare a model with its own "

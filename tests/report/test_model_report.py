@@ -30,6 +30,8 @@ def two_layers(dtype=torch.float32):
         ([0.0, 0.0], [0.0, 1.0], -math.inf),
         ([1e-30, 0.0], [1.1e-30, 0.0], 20.0),  # the squares are below the float32 range
         ([1e30, 0.0], [1.1e30, 0.0], 20.0),  # and these above it
+        ([1.0, 2.0], [1.0, math.inf], -math.inf),
+        ([1e-35, 0.0], [1e35, 0.0], -1400.0),
     ],
 )
 def test_sqnr_by_hand(reference, other, db):
@@ -39,6 +41,7 @@ def test_sqnr_by_hand(reference, other, db):
 def test_sqnr_of_nan_and_of_nothing():
     assert math.isnan(sqnr_db(torch.ones(2), torch.tensor([1.0, math.nan])))
     assert math.isnan(sqnr_db(torch.tensor([math.nan]), torch.ones(1)))
+    assert math.isnan(sqnr_db(torch.tensor([1.0, math.inf]), torch.zeros(2)))
     assert sqnr_db(torch.empty(0), torch.empty(0)) == math.inf
 
 

@@ -128,6 +128,13 @@ def test_the_page_escapes_names_and_has_no_plot_without_values():
     assert summary([measured()])[1][0][3:6] == ["30.0", "30.0", "a.0.<q>.weight"]
 
 
+def test_a_weight_that_is_not_finite_is_the_lowest():
+    weights = [LayerError(name, "mxfp8_e4m3", (4, 4), db, 0.5, 8.25, 64, 17)
+               for name, db in (("a", 30.0), ("nan", math.nan), ("b", 20.0), ("exact", math.inf))]  # fmt: skip
+    assert summary([measured(weights=weights)])[1][0][3:6] == ["-", "-", "nan"]
+    assert summary([measured(weights=[weights[0], *weights[2:]])])[1][0][3:6] == ["25.0", "20.0", "b"]
+
+
 def test_a_page_without_a_quantized_layer_is_refused():
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="no layer is quantized"):
