@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,19 +76,35 @@ def _at_least(least: int) -> Callable[[str], int]:
     return count
 
 
+def _path(text: str) -> str:
+    """A path; ``~`` is the home folder, which a shell leaves alone in ``--output=~/model`` and in quotes."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path; is a variable of the shell empty?")
+    return text if os.path.lexists(text) else os.path.expanduser(text)
+
+
+def _page(text: str) -> Path:
+    return Path(_path(text))
+
+
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 CHECKPOINT = "a folder, a .safetensors or a .gguf file"
 FORMAT = "such as mxfp8, mxfp4-weight-only, nvfp4-weight-only"
 ARGUMENTS: dict[str, Argument] = {
-    "source": (("source",), {"metavar": "SRC", "help": CHECKPOINT}),
-    "path": (("path",), {"metavar": "PATH", "help": CHECKPOINT}),
-    "model": (("path",), {"metavar": "MODEL", "help": "the folder of a language model, or its .gguf file"}),
-    "a": (("a",), {"metavar": "A", "help": "the checkpoint with the true values"}),
-    "b": (("b",), {"metavar": "B", "help": "the checkpoint to compare with them"}),
-    "output": (("-o", "--output"), {"required": True, "metavar": "DST", "help": "a new folder; a .gguf file for gguf"}),
+    "source": (("source",), {"type": _path, "metavar": "SRC", "help": CHECKPOINT}),
+    "path": (("path",), {"type": _path, "metavar": "PATH", "help": CHECKPOINT}),
+    "model": (
+        ("path",), {"type": _path, "metavar": "MODEL", "help": "the folder of a language model, or its .gguf file"},
+    ),
+    "a": (("a",), {"type": _path, "metavar": "A", "help": "the checkpoint with the true values"}),
+    "b": (("b",), {"type": _path, "metavar": "B", "help": "the checkpoint to compare with them"}),
+    "output": (
+        ("-o", "--output"),
+        {"required": True, "type": _path, "metavar": "DST", "help": "a new folder; a .gguf file for gguf"},
+    ),
     "page": (
         ("-o", "--output"),
-        {"type": Path, "default": Path("report.html"), "metavar": "FILE", "help": "the page to write (%(default)s)"},
+        {"type": _page, "default": Path("report.html"), "metavar": "FILE", "help": "the page to write (%(default)s)"},
     ),
     "layout": (
         ("--layout",),
@@ -97,7 +114,8 @@ ARGUMENTS: dict[str, Argument] = {
     "format": (("--format",), {"type": _format, "metavar": "FORMAT", "help": f"a format, {FORMAT}"}),
     "plan": (
         ("--plan",),
-        {"metavar": "FILE", "help": "instead of --format: a file of the command plan, with a format for each weight"},
+        {"type": _path, "metavar": "FILE",
+         "help": "instead of --format: a file of the command plan, with a format for each weight"},
     ),
     "formats": (
         ("--format",),
@@ -119,7 +137,7 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "plan_file": (
         ("-o", "--output"),
-        {"type": Path, "default": Path("plan.json"), "metavar": "FILE", "help": "the plan to write (%(default)s)"},
+        {"type": _page, "default": Path("plan.json"), "metavar": "FILE", "help": "the plan to write (%(default)s)"},
     ),
     "skip": (
         ("--skip",),
@@ -135,16 +153,17 @@ ARGUMENTS: dict[str, Argument] = {
     "tensors": (("--tensors",), {"action": "store_true", "help": "print a line for each tensor"}),
     "reference": (
         ("--reference",),
-        {"metavar": "MODEL", "help": "the model before quantization, to compare with"},
+        {"type": _path, "metavar": "MODEL", "help": "the model before quantization, to compare with"},
     ),
-    "text": (("--text",), {"metavar": "FILE", "help": "a text in UTF-8 that both models read"}),
+    "text": (("--text",), {"type": _path, "metavar": "FILE", "help": "a text in UTF-8 that both models read"}),
     "inputs": (
         ("--inputs",),
-        {"metavar": "FILE", "help": "a .safetensors file of the inputs of both models, such as input_ids"},
+        {"type": _path, "metavar": "FILE",
+         "help": "a .safetensors file of the inputs of both models, such as input_ids"},
     ),
     "required_text": (
         ("--text",),
-        {"required": True, "metavar": "FILE", "help": "a text in UTF-8; - is standard input"},
+        {"required": True, "type": _path, "metavar": "FILE", "help": "a text in UTF-8; - is standard input"},
     ),
     "tokens": (
         ("--tokens",),
@@ -154,7 +173,10 @@ ARGUMENTS: dict[str, Argument] = {
         ("--window",),
         {"type": _at_least(2), "default": WINDOW, "metavar": "N", "help": "tokens per window (%(default)s)"},
     ),
-    "tokenizer": (("--tokenizer",), {"metavar": "DIR", "help": "the folder of a tokenizer, if MODEL has none"}),
+    "tokenizer": (
+        ("--tokenizer",),
+        {"type": _path, "metavar": "DIR", "help": "the folder of a tokenizer, if MODEL has none"},
+    ),
     "device": (("--device",), {"type": _device, "default": "cpu", "metavar": "NAME", "help": "cpu or cuda (cpu)"}),
     "cuda": (("--device",), {"type": _device, "default": "cuda", "metavar": "NAME", "help": "the GPU (%(default)s)"}),
     "rows": (

@@ -47,7 +47,8 @@ def convert(arguments: argparse.Namespace) -> int:
     before, after = _size(arguments.source), _size(arguments.output)
     fields = {
         "source": report.source, "layout": report.layout, "errors": report.errors, "exact": report.exact,
-        "dropped": report.dropped, "stacks": report.stacks, "bytes_before": before, "bytes_after": after,
+        "dropped": report.dropped, "stacks": report.stacks, "not_finite": report.not_finite,
+        "bytes_before": before, "bytes_after": after,
     }  # fmt: skip
     text = f"{report}\nwrote {arguments.output}: {readable_size(after)}, before {readable_size(before)}"
     return show(arguments, text, fields)
@@ -92,7 +93,9 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def _values(t: Tensor) -> Tensor:
-    return t.dequantize(torch.float32) if isinstance(t, MXTensor) else t
+    """The values as real numbers."""
+    t = t.dequantize(torch.float32) if isinstance(t, MXTensor) else t
+    return torch.view_as_real(t) if t.is_complex() else t
 
 
 def compared(a: Tensor, b: Tensor, encoded: Encoded | None = None) -> dict[str, Any]:
@@ -100,11 +103,14 @@ def compared(a: Tensor, b: Tensor, encoded: Encoded | None = None) -> dict[str, 
 
     ``encoded``: how ``b`` is stored, if it was decoded to be read.
     """
-    true, other = _values(a), _values(b)
-    errors = (other.double() - true.double()).abs()
+    if a.is_complex() != b.is_complex():
+        a, b = a.to(torch.complex128), b.to(torch.complex128)
+    true, other = _values(a).double(), _values(b).double()
+    same = (true == other) | (true.isnan() & other.isnan())
+    errors = (other - true).abs().masked_fill(same, 0.0)
     return {
         "sqnr_db": sqnr_db(true, other),
-        "equal": not bool((errors != 0).any()),
+        "equal": bool(same.all()),
         "max_error": float(errors.max()) if errors.numel() else 0.0,
         "bits": 8 * (b.nbytes if encoded is None else encoded.nbytes) / max(b.numel(), 1),
         "format": store.format_name(b) if encoded is None else encoded.kind,

@@ -1,7 +1,7 @@
 """The parser of ``mxtensor``: one subcommand is one row of COMMANDS.
 
 Exit codes: 0 when all is done, 1 when a file, a tensor or a device is refused, 2 for wrong arguments, 130 for an
-interrupt. An error is one line on standard error.
+interrupt, 143 for SIGTERM, 129 for SIGHUP. An error is one line on standard error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ..checkpoints.gguf_reader import headers_cached
 from ..core.progress import progress_bars
 from . import doctor, files, measure, plan, tune
 from .arguments import ARGUMENTS
-from .output import FAILED, INTERRUPTED, WRONG, is_terminal, message_of, note, warnings_as_notes
+from .output import FAILED, INTERRUPTED, WRONG, any_letters, is_terminal, message_of, note, warnings_as_notes
 from .quiet import quiet_imports
+from .signals import ended_by_signals
 from .spelling import in_options
 
 NAMES = {"count": "--tokens"}
@@ -186,14 +187,17 @@ def _options(command: str) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: those of the process) and return the exit code."""
     top = parser()
-    chosen = top.parse_args(arguments)
-    wrong = _usage_of(chosen)
+    chosen, unknown = top.parse_known_args(arguments)
+    wrong = f"unrecognized arguments: {' '.join(unknown)}" if unknown else _usage_of(chosen)
     if wrong is not None:
         Parser(prog=f"{top.prog} {chosen.command}").error(wrong)
     options = _options(chosen.command)
     quiet_imports()
     try:
-        with headers_cached(), progress_bars(is_terminal()), warnings_as_notes(options):
+        with (
+            any_letters(), ended_by_signals(), headers_cached(), progress_bars(is_terminal()),
+            warnings_as_notes(options),
+        ):  # fmt: skip
             return int(chosen.run(chosen))
     except BrokenPipeError:  # what reads the output, such as head, has enough
         sys.stdout = None  # nothing to flush at the end

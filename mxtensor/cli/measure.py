@@ -31,12 +31,21 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device {device}: torch finds no CUDA device here")
 
 
-def rows_of(arguments: argparse.Namespace, text: str, tokenizer: Any) -> Tensor:
-    """The tokens of a text in windows, on the device, by the tokenizer of the model or that of ``--tokenizer``."""
+def rows_of(arguments: argparse.Namespace, text: str, tokenizer: Any, model: Any) -> Tensor:
+    """The tokens of a text in windows, on the device, by the tokenizer of the model or that of ``--tokenizer``.
+
+    Raises ValueError for tokens that the model does not know.
+    """
     if arguments.tokenizer is not None:
         tokenizer = load_tokenizer(arguments.tokenizer)
     path = arguments.path if arguments.tokenizer is None else arguments.tokenizer
     rows = text_rows(tokenizer, path, arguments.text, text, arguments.tokens, arguments.window)
+    vocabulary, largest = model.get_input_embeddings().weight.shape[0], int(rows.max())
+    if largest >= vocabulary:
+        raise ValueError(
+            f"the tokenizer of {path} makes token {largest} of the text, and the model knows {vocabulary} tokens; pass "
+            "--tokenizer with that of the model"
+        )
     return rows.to(arguments.device)
 
 
@@ -53,7 +62,7 @@ def eval_model(arguments: argparse.Namespace) -> int:
     check_device(arguments.device)
     text = read_text(arguments.text)  # before the model, which takes longer
     model, tokenizer = load_model(arguments.path, arguments.device, arguments.format, arguments.skip)
-    rows = rows_of(arguments, text, tokenizer)
+    rows = rows_of(arguments, text, tokenizer, model)
     reference = None if arguments.reference is None else _reference(arguments.reference, arguments.device)[0]
     with progress(len(rows), "evaluating", "window") as step:
         found = evaluate(model, rows, reference, step)
@@ -152,7 +161,7 @@ def report(arguments: argparse.Namespace) -> int:
     reference, tokenizer = _reference(before, arguments.device)
     labels = arguments.formats or [arguments.path]
     chosen = filter_without("report", reference, arguments.skip)
-    rows = None if text is None else rows_of(arguments, text, tokenizer)
+    rows = None if text is None else rows_of(arguments, text, tokenizer, reference)
     inputs, models = _inputs(arguments, rows), []
     steps = 1 + len(inputs) + (0 if rows is None else len(rows))
     with progress(len(labels) * steps, "measuring", "step") as step:

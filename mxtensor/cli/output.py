@@ -35,6 +35,22 @@ def show(arguments: argparse.Namespace, text: str, fields: Any) -> int:
     return DONE
 
 
+@contextmanager
+def any_letters() -> Iterator[None]:
+    """Letters that the encoding of standard output does not have are printed as \\x.., as on standard error: a name of
+    a file must not make an error of a command that is done."""
+    stream: Any = sys.stdout
+    errors = getattr(stream, "errors", None)
+    if errors != "strict" or not hasattr(stream, "reconfigure"):
+        yield
+        return
+    stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        stream.reconfigure(errors=errors)
+
+
 def note(text: str) -> None:
     """Print a line to standard error, after all that was printed before."""
     if sys.stdout is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ..calibration.planner import FORMATS, plan
@@ -31,7 +32,7 @@ def make_plan(arguments: argparse.Namespace) -> int:
     model, tokenizer = load_model(arguments.path, arguments.device, keeps_codes=False)
     if any(isinstance(parameter, MXTensor) for parameter in model.parameters()):
         raise ValueError(f"{arguments.path} is quantized already; pass the model before quantization")
-    rows = rows_of(arguments, text, tokenizer)
+    rows = rows_of(arguments, text, tokenizer, model)
     chosen = filter_without("plan", model, arguments.skip, arguments.include_head)
     found = plan(
         model,
@@ -51,6 +52,9 @@ def make_plan(arguments: argparse.Namespace) -> int:
 
 def read_plan(path: str) -> Plan:
     """The plan in a file; a note of what it plans."""
+    if not Path(path).is_file():
+        what = "is a folder" if Path(path).is_dir() else "does not exist"
+        raise FileNotFoundError(f"--plan: {path} {what}; pass a file that `mxtensor plan` has written")
     found = Plan.load(path)
     note(f"{path}: {found.bits:.3g} bits per value over {len(found.weights)} weights")
     return found

@@ -1,7 +1,10 @@
 """The command: quantize, convert, inspect and compare, exit codes, and that a failure is one line."""
 
+import io
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.checkpoints import store
+from mxtensor.checkpoints import conversion, store
 from mxtensor.cli import files
 from mxtensor.cli.main import COMMANDS, main
 from mxtensor.cli.spelling import in_options
@@ -131,7 +134,8 @@ WRONG = [
     (1, ("tune", "SRC", "--dry-run"), "has no quantized matrix; pass --format"),
     (1, ("eval", "SRC", "--text", "x.txt", "--device", "cuda"), "finds no CUDA device"),
     (2, ("quantize", "SRC", "-o", "OUT", "--format", "mxfp9"), "unknown format 'mxfp9'"),
-    (1, ("quantize", "SRC", "-o", "OUT", "--plan", "/none.json"), "No such file or directory: '/none.json'"),
+    (1, ("quantize", "SRC", "-o", "OUT", "--plan", "/none.json"), "--plan: /none.json does not exist; pass a file"),
+    (1, ("quantize", "SRC", "-o", "OUT", "--plan", "DIR"), "--plan: <DIR> is a folder; pass a file"),
     (2, ("quantize", "SRC", "-o", "OUT"), "pass either --format, or --plan with the file of a plan"),
     (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--format", "mxfp8"), "pass either --format, or --plan"),
     (2, ("plan", "SRC", "--bits", "5"), "required: --text"),
@@ -153,7 +157,7 @@ WRONG = [
     (1, ("convert", "SRC", "-o", "OUT", "--layout", "modelopt"), "pass --format, or the layout plain"),
     (1, ("quantize", "NONE", "-o", "OUT", "--format", "mxfp4"), "has no matrix of a layer, except for embeddings"),
     (1, ("quantize", "SRC", "-o", "OUT", "--plan", "EMPTY"), "<EMPTY> was not written by mx.Plan.save: it has no "),
-    (1, ("quantize", "SRC", "-o", "OUT", "--plan", "SRC/a"), "No such file or directory: '<SRC/a>'"),
+    (1, ("quantize", "SRC", "-o", "OUT", "--plan", "SRC/a"), "--plan: <SRC/a> does not exist"),
     (2, ("quantize", "SRC", "-o", "OUT", "--plan", "a", "--include-head"), "--include-head is for --format"),
     (1, ("eval", "SRC", "--text", "/none.txt"), "--text: /none.txt does not exist; pass a text file"),
     (1, ("eval", "SRC", "--text", "DIR"), "<DIR> is a folder; pass a text file"),
@@ -169,6 +173,12 @@ WRONG = [
     (2, ("tune", "SRC", "--seconds", "nan"), "'nan' is not a number above 0"),
     (2, ("eval", "SRC", "--text", "x.txt", "--device", "meta"), "'meta' is not a device of this command"),
     (2, ("info", "SRC"), "invalid choice: 'info'"),
+    (2, ("inspect", ""), "'' is not a path; is a variable of the shell empty?"),
+    (2, ("convert", "SRC", "-o", ""), "'' is not a path"),
+    (2, ("convert", "SRC", "-o", "OUT", "--shard", "9"), "convert: error: unrecognized arguments: --shard 9; see "),
+    (1, ("inspect", "HUB"), "cache of the Hugging Face hub has of a model: pass <HUB>/snapshots/abc"),
+    (1, ("inspect", "EMPTY.gguf"), "cannot be read as GGUF: cannot mmap an empty file"),
+    (1, ("inspect", "EMPTY.pt"), "cannot be read by torch.load(weights_only=True): EOFError"),
 ]
 
 
@@ -178,10 +188,16 @@ def test_a_failure_is_one_line_and_leaves_nothing(code, arguments, message, sour
         pytest.skip("there is a CUDA device")
     places = {"SRC": source, "OUT": str(tmp_path / "out")}
     places |= {"DIR": str(tmp_path / "a" / "folder"), "EMPTY": str(tmp_path / "a" / "folder" / "empty.json")}
+    places |= {"HUB": str(tmp_path / "a" / "hub")}
     places |= {"OUT.gguf": str(tmp_path / "out.gguf"), "NONE": str(tmp_path / "a" / "none"), "SRC/a": f"{source}/a"}
     if {"DIR", "EMPTY"} & {*arguments}:
         Path(places["DIR"]).mkdir()
         Path(places["EMPTY"]).write_text("{}")
+    for name in {"EMPTY.gguf", "EMPTY.pt"} & {*arguments}:
+        places[name] = str(tmp_path / "a" / name)
+        Path(places[name]).touch()
+    if "HUB" in arguments:
+        (tmp_path / "a" / "hub" / "snapshots" / "abc").mkdir(parents=True)
     if "NONE" in arguments:
         checkpoint(tmp_path / "a" / "none", {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(4, 4)})
     for name, path in places.items():
@@ -195,6 +211,64 @@ def test_a_failure_is_one_line_and_leaves_nothing(code, arguments, message, sour
     assert found == code and out == "" and err.count("\n") == 1
     assert err.startswith("mxtensor") and ": error: " in err and message in err
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_tilde_is_the_home_folder(source, tmp_path, capsys, monkeypatch):
+    """A shell leaves it in ``--output=~/q``, and a folder called ``~`` is an accident that waits for ``rm -r``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "a")
+    assert run(capsys, "convert", "~/a", "--output=~/q")[0] == 0
+    assert (tmp_path / "q" / "model.safetensors").is_file() and not Path("~").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("name", ["q", "q.safetensors", "q.gguf"])
+def test_a_signal_that_ends_the_command_leaves_nothing(number, code, name, source, tmp_path, capsys, monkeypatch):
+    """A scheduler sends SIGTERM: gigabytes stayed in a hidden folder."""
+
+    def store_tensor(*arguments):
+        assert len(list(tmp_path.iterdir())) == 2
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(conversion, "store_tensor", store_tensor)
+    layout = ("--layout", "gguf", "--format", "mxfp4-weight-only") if name == "q.gguf" else ("--format", "mxfp8")
+    assert run(capsys, "quantize", source, "-o", tmp_path / name, *layout) == (code, "", "")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"] and signal.getsignal(number) is before
+
+
+def test_a_name_that_the_terminal_cannot_show_is_no_failure(source, tmp_path, monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["convert", source, "-o", str(tmp_path / "é")]) == 0 and screen.errors == "strict"
+    screen.flush()
+    assert rb"\xe9: " in screen.buffer.getvalue()
+
+
+def test_values_that_are_not_finite_or_not_real_are_compared(source, tmp_path, capsys):
+    nan, inf = torch.randn(32, 32), torch.randn(32, 32)
+    nan[0, 0], inf[0, 0] = torch.nan, torch.inf
+    state = {"nan": nan, "inf": inf, "finite": inf.nan_to_num(posinf=1.0), "complex": torch.randn(4, 4).cfloat()}
+    path = checkpoint(tmp_path / "odd", {f"{name}.weight": value for name, value in state.items()})
+    code, out, err = run(capsys, "compare", path, path)
+    assert code == 0 and not err and "4 of 4 tensors are equal" in out
+    state["nan"], state["finite"], state["complex"] = nan.nan_to_num(), inf.clone(), state["complex"] + 1j
+    other = checkpoint(tmp_path / "other", {f"{name}.weight": value for name, value in state.items()})
+    code, out, err = run(capsys, "compare", path, other, "--json")
+    rows = json.loads(out)["tensors"]
+    assert code == 0 and not err and {name: row["equal"] for name, row in rows.items()} == {
+        "nan.weight": False, "inf.weight": True, "finite.weight": False, "complex.weight": False
+    }  # fmt: skip
+    assert rows["complex.weight"]["max_error"] == 1.0 and abs(rows["complex.weight"]["sqnr_db"]) < 9
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path, capsys):
+    bad = torch.randn(512, 2048)
+    bad[300, 7] = torch.inf  # not in the tiles whose error is measured
+    path = checkpoint(tmp_path / "a", {"a.weight": torch.full((64, 64), 60000.0).half(), "b.weight": bad})
+    code, out, err = run(capsys, "quantize", path, "-o", tmp_path / "q", "--format", "mxfp8", "--json")
+    assert code == 0 and json.loads(out)["not_finite"] == ["b.weight"] and err.count("\n") == 1
+    assert "warning: convert: 1 tensors hold NaN or Inf, such as b.weight; " in err
 
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "serve.md").read_text()

@@ -101,6 +101,26 @@ def test_all_that_is_inside_a_module_is_skipped_by_every_command(name, folder, t
     assert set(mx.Plan.load(tmp_path / "plan.json").weights) == wanted
 
 
+@pytest.mark.parametrize("command", ["eval", "plan", "report"])
+def test_tokens_that_the_model_does_not_know_are_refused(command, folder, tmp_path, capsys):
+    config = AutoConfig.from_pretrained(folder / "plain", vocab_size=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "a")
+    capsys.readouterr()
+    output = () if command == "eval" else ("-o", tmp_path / "out")
+    format = ("--format", "mxfp4-weight-only")
+    text = ("--text", folder / "text.txt", "--tokenizer", folder / "plain", "--window", 64)
+    code, out, err = run(capsys, command, tmp_path / "a", *text, *format, *output)
+    assert code == 1 and not out and err.count("\n") == 1
+    assert "makes token 220 of the text, and the model knows 64 tokens; pass --tokenizer" in err
+
+
+@pytest.mark.parametrize(("text", "count"), [("", 0), ("A", 1)])
+def test_a_text_without_two_tokens_is_refused(text, count, folder, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text(text)
+    code, _, err = run(capsys, "eval", folder / "plain", "--text", tmp_path / "short.txt")
+    assert code == 1 and f"short.txt: the text has {count} tokens, and at least 2 are needed: pass a longer" in err
+
+
 @pytest.mark.parametrize("command", ["eval", "report"])
 def test_names_to_skip_need_a_format(command, folder, capsys):
     options = ("--text", folder / "text.txt", *(("--reference", folder / "plain") if command == "report" else ()))
