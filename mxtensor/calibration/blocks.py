@@ -26,13 +26,11 @@ class Stream:
     """The blocks of a model, and the inputs of the next one to run.
 
     ``states`` are the inputs of the block that runs next, one for each batch; ``without_input`` are the ``layers`` that
-    get no row of input from any batch. Raises ValueError if ``batches`` is empty.
+    get no row of input from any batch.
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], layers: Collection[nn.Module]) -> None:
         calls = [call_of(batch) for batch in batches]
-        if not calls:
-            raise ValueError("calibrate: data is empty; pass batches, such as [input_ids, ...] or [{'input_ids': ids}]")
         self._model, self._blocks, self._batches = model, _blocks(model, set(layers)), calls
         self.without_input = list(layers)
         with as_in_use(model), self._noting_inputs(layers):
@@ -141,12 +139,27 @@ class Stream:
 def warn_of_layers_without_input(caller: str, fqns: Collection[str], total: int, consequence: str) -> None:
     """Warn of layers without an input, if there are any. ``consequence``: what happens to their weights."""
     if fqns:
-        names = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns))
         _log.warning(
-            f"{caller}: {len(fqns)} of {total} layers saw no input, and {consequence}: {names}; pass data that reaches "
-            "them (images for a vision tower, more tokens for experts), or leave them out by filter_fn. A layer whose "
-            "weight the model reads without calling the layer, such as out_proj of nn.MultiheadAttention, sees none"
+            f"{caller}: {len(fqns)} of {total} layers saw no input, and {consequence}: {_patterns(fqns)}; pass data "
+            "that reaches them (images for a vision tower, more tokens for experts), or leave them out by filter_fn. A "
+            "layer whose weight the model reads without calling the layer, such as out_proj of nn.MultiheadAttention, "
+            "sees none"
         )
+
+
+def warn_of_layers_without_gradient(fqns: Collection[str], total: int) -> None:
+    """Warn of layers that no gradient of the output reaches, if there are any."""
+    if fqns:
+        _log.warning(
+            f"plan: no gradient of the output reaches {len(fqns)} of {total} layers, whose errors are estimated from "
+            f"their values: {_patterns(fqns)}; they run before the blocks, or inside torch.no_grad(), or before a step "
+            "that rounds"
+        )
+
+
+def _patterns(fqns: Collection[str]) -> str:
+    """Names of parameters, those of all layers of a kind as one."""
+    return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns))
 
 
 def _blocks(model: nn.Module, layers: set[nn.Module]) -> list[nn.Module]:

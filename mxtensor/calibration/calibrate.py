@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..convert.choose import choose
 from ..convert.configs import Config
 from ..convert.plan import Change, planned
-from ..convert.quantize import convert
+from ..convert.quantize import convert, warn_of_nothing_to_do
 from ..convert.weights import FilterFn
 from ..core.arguments import MODULE, check
 from ..core.progress import with_progress
@@ -22,9 +22,10 @@ from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
 from .blocks import Stream, warn_of_layers_without_input
 from .edits import Edit, in_place, restore
+from .in_use import batches_of
 from .layers import calibrated
 from .methods import Step, Steps, steps_of
-from .one_block import placed, quantized_block, weight_of
+from .one_block import check_values, placed, quantized_block, weight_of
 from .state import State
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -68,10 +69,14 @@ def calibrate(
             raise ValueError(f"calibrate quantizes for inference, and {recipe} trains ({weight.fqn}); use quantize_")
     changes = planned(model, chosen)
     layers: dict[nn.Module, Change] = {layer: change for change in changes if (layer := calibrated(change)) is not None}
+    check_values("calibrate", changes)
     for change in layers.values():
         if not values_of(weight_of(change)).isfinite().all():
             raise ValueError(f"calibrate: {change.fqn} has values that are not finite; quantize_ can store them")
-    batches = list(data)
+    batches = batches_of("calibrate", data)
+    if not changes:
+        warn_of_nothing_to_do("calibrate", model)
+        return model
     stream = Stream(model, batches, layers)
     fqns = [layers[layer].fqn for layer in stream.without_input]
     warn_of_layers_without_input("calibrate", fqns, len(layers), "are rounded by their values alone")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..core.arguments import described
 from ..core.caches import Copies, with_fresh_cache
-from ..core.called_layers import layers_are_called
+from ..core.called_layers import in_evaluation, layers_are_called
 from ..core.compat import tree_map_only
 
 
@@ -25,6 +26,16 @@ def call_of(batch: Any) -> Call:
     if isinstance(batch, Mapping):
         return Call((), dict(batch))
     return Call(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+
+
+def batches_of(caller: str, data: Iterable[Any]) -> list[Any]:
+    """The batches of ``data``. Raises TypeError for one batch in the place of several, ValueError for none."""
+    if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Iterable):
+        raise TypeError(f"{caller}: data is {described(data)}; pass a list of batches, such as [data] for one")
+    batches = list(data)
+    if not batches:
+        raise ValueError(f"{caller}: data is empty; pass batches, such as [input_ids, ...] or [{{'input_ids': ids}}]")
+    return batches
 
 
 def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -58,17 +69,13 @@ def copied(value: Any) -> Any:
 @contextmanager
 def as_in_use(module: nn.Module) -> Iterator[None]:
     """In evaluation mode, with calls of all layers, and without a cache that a block would fill at each call."""
-    training = {m: m.training for m in module.modules()}
     caching = [config for config in _configs(module) if config.use_cache]
     try:
-        module.eval()
         for config in caching:
             config.use_cache = False
-        with layers_are_called():
+        with in_evaluation(module), layers_are_called():
             yield
     finally:
-        for m, was in training.items():
-            m.training = was
         for config in caching:
             config.use_cache = True
 

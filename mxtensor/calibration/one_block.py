@@ -31,6 +31,15 @@ def weight_of(change: Change) -> nn.Parameter:
     return getattr(module, name)  # type: ignore[no-any-return]
 
 
+def check_values(caller: str, changes: Iterable[Change]) -> None:
+    """Raise ValueError for a weight without values."""
+    for change in changes:
+        if weight_of(change).is_meta:
+            raise ValueError(
+                f"{caller}: {change.fqn} is on the device meta and has no values; load the model, without offload"
+            )
+
+
 def placed(changes: Iterable[Change], weights: Mapping[str, Tensor]) -> list[Edit]:
     """Weights by name in all places of their changes, as frozen parameters. Names without a weight are left out."""
     edits = []

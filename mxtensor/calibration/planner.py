@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..convert.choose import choose
 from ..convert.configs import recipe_of
@@ -16,12 +17,14 @@ from ..convert.plan import Change, planned
 from ..convert.quantize import inference_recipe
 from ..convert.weights import FilterFn
 from ..core.arguments import INTEGER, MODULE, POSITIVE, TEXT, check, described
+from ..core.compat import tree_map_only
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
-from .blocks import Stream, warn_of_layers_without_input
+from .blocks import Stream, warn_of_layers_without_gradient, warn_of_layers_without_input
+from .in_use import batches_of
 from .layers import calibrated, oriented
-from .one_block import weight_of
+from .one_block import check_values, weight_of
 from .sensitivity import Candidate, Sensitivity, frozen
 
 FORMATS = ("mxfp4-weight-only", "nvfp4-weight-only", "mxfp6_e2m3-weight-only", "mxfp8-weight-only")
@@ -68,7 +71,8 @@ def plan(
     changes = next(iter(by_format.values()))
     if not changes:
         raise ValueError(f"plan: no weight of {type(model).__name__} passed the filter; see filter_fn of quantize_")
-    batches = list(data)
+    check_values("plan", changes.values())
+    batches = batches_of("plan", data)
     layers = {layer: fqn for fqn, change in changes.items() if (layer := calibrated(change)) is not None}
     own: dict[str, dict[str, float]] = {}
     sizes: dict[str, dict[str, int]] = {}
@@ -86,20 +90,43 @@ def plan(
             sizes[change.fqn][format] = stored.nbytes
         return found
 
-    with frozen(model):
+    with ExitStack() as mode:
+        if measure != "layer":
+            _allow_gradients(model, mode)
+            batches = tree_map_only(Tensor, _as_ordinary, batches)
         stream = Stream(model, batches, layers)
-        unseen = [layers[layer] for layer in stream.without_input]
-        warn_of_layers_without_input("plan", unseen, len(layers), "have errors that are estimated from their values")
+        unseen = dict.fromkeys(stream.without_input)
+        fqns = [layers[layer] for layer in unseen]
+        warn_of_layers_without_input("plan", fqns, len(layers), "have errors that are estimated from their values")
         sensitivity = Sensitivity(stream, list(layers), lambda layer: candidates_of(changes[layers[layer]]))
         device = weight_of(next(iter(changes.values()))).device
         generator = torch.Generator(device).manual_seed(seed)
         found = sensitivity.of_layers() if measure == "layer" else sensitivity.of_model(measure, generator)
+    if measure != "layer":
+        warn_of_layers_without_gradient([layers[m] for m in layers if m not in found and m not in unseen], len(layers))
     errors = {fqn: dict(found[layer]) for layer, fqn in layers.items() if layer in found}
     for fqn, change in changes.items():
         if fqn not in own:
             candidates_of(change)
     weights = _weights(changes, sizes, errors, own, measure)
     return planned_for(weights, bits, measure)
+
+
+def _allow_gradients(model: nn.Module, mode: ExitStack) -> None:
+    """Gradients flow, also where the caller has switched them off, and none of a parameter is computed."""
+    if any(t.is_inference() for t in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "plan: the model was made inside torch.inference_mode(), where no gradient can be computed; make it "
+            "outside, or pass measure='layer'"
+        )
+    mode.enter_context(torch.inference_mode(False))
+    mode.enter_context(torch.enable_grad())
+    mode.enter_context(frozen(model))
+
+
+def _as_ordinary(t: Tensor) -> Tensor:
+    """A tensor of ``torch.inference_mode`` as one that autograd saves."""
+    return t.clone() if t.is_inference() else t
 
 
 def _changes(

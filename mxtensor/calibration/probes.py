@@ -47,13 +47,23 @@ def sampled_label(out: Any, generator: torch.Generator) -> Probe:
     """For ``"kl"``: the log likelihood of one sampled label for each row of logits (..., classes)."""
     logits = output_of(out).float().flatten(0, -2)
     log_p = logits.log_softmax(-1)
+    _check_finite(~log_p.isnan())  # a masked token has -inf
     labels = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
     return Probe(log_p.gather(1, labels).sum(), 2.0 * len(logits))
+
+
+def _check_finite(fits: Tensor) -> None:
+    if not fits.all():
+        raise ValueError(
+            "plan: the output of the model has NaN or Inf, whose errors cannot be measured; look for weights that are "
+            "not finite, and for data that the model cannot read"
+        )
 
 
 def normal_product(out: Any, generator: torch.Generator) -> Probe:
     """For ``"squared"``: the product with standard normal values, relative to the squared norm of the output."""
     value = output_of(out).float()
+    _check_finite(value.isfinite())
     normal = torch.randn(value.shape, generator=generator, device=value.device)
     return Probe((value * normal).sum(), float(value.detach().square().sum()))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import COUNT, INTEGER, MODULE, check, optional
+from ..core.called_layers import in_evaluation
 from ..core.progress import with_progress
 
 BATCH = 32
@@ -25,11 +26,11 @@ def sampled_data(
     """Sample token ids from a causal language model of transformers, as batches for ``mx.calibrate``.
 
     Each of the ``sequences`` begins with the token ``start`` (None: the model's ``bos_token_id``; a tensor
-    (sequences,): one token for each) and has ``length`` tokens, drawn from the model's own probabilities. Returns a
-    list of int64 tensors (``batch``, ``length``); the last one has the remaining sequences. ``at_once`` sequences are
-    sampled in parallel: a GPU takes thousands. The same ``seed`` and ``at_once`` give the same tokens on the same
-    device. Raises ValueError if the model has no ``bos_token_id`` and ``start`` is None, or if ``start`` is a tensor of
-    another shape.
+    (sequences,): one token for each) and has ``length`` tokens, drawn from the model's own probabilities in evaluation
+    mode. Returns a list of int64 tensors (``batch``, ``length``); the last one has the remaining sequences. ``at_once``
+    sequences are sampled in parallel: a GPU takes thousands. The same ``seed`` and ``at_once`` give the same tokens on
+    the same device. Raises ValueError if the model has no ``bos_token_id`` and ``start`` is None, or if ``start`` is a
+    tensor of another shape.
     """
     check("sampled_data", "model", model, MODULE)
     for name, value in (("sequences", sequences), ("length", length), ("batch", batch), ("at_once", at_once)):
@@ -53,14 +54,15 @@ def sampled_data(
     total = -(-sequences // at_once) * (length - 1)
     steps = iter(with_progress(range(total), "sampling", "token"))
     rows = []
-    for begin in range(0, sequences, at_once):
-        tokens = [firsts[begin : begin + at_once, None]]
-        cache: Any = None
-        for _ in range(length - 1):
-            out = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            tokens.append(torch.multinomial(out.logits[:, -1].float().softmax(-1), 1, generator=generator))
-            next(steps)
-        rows.append(torch.cat(tokens, 1))
+    with in_evaluation(model):
+        for begin in range(0, sequences, at_once):
+            tokens = [firsts[begin : begin + at_once, None]]
+            cache: Any = None
+            for _ in range(length - 1):
+                out = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                tokens.append(torch.multinomial(out.logits[:, -1].float().softmax(-1), 1, generator=generator))
+                next(steps)
+            rows.append(torch.cat(tokens, 1))
     next(steps, None)  # closes the bar
     return list(torch.cat(rows).split(batch))

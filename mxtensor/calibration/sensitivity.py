@@ -59,6 +59,8 @@ class Sums:
 
         Without a probe, the squared change of the output counts, relative to the output without bias.
         """
+        if not x.numel():  # without rows nothing is measured
+            return
         x, weight = x.detach().reshape(-1, x.shape[-1]).float(), matrix_of(layer).float()
         g = None if gradient is None else gradient.reshape(-1, gradient.shape[-1]).float()
         sums = self.errors.setdefault(layer, dict.fromkeys(candidates, 0.0))

@@ -145,13 +145,18 @@ def _warn(model: nn.Module, changes: Sequence[Change], left_out: Sequence[Weight
         experts = _training("left_out").describe(left_out, model)
         warnings.warn(f"{begin}: {experts}, which do not train quantized", UserWarning, stacklevel=3)
         return
+    warn_of_nothing_to_do("quantize_", model, 4)
+
+
+def warn_of_nothing_to_do(caller: str, model: nn.Module, stacklevel: int = 3) -> None:
+    """Warn that ``caller`` has changed nothing in a model, and say why."""
     done = any(isinstance(parameter, MXTensor) for parameter in model.parameters())
     why = (
         "its weights are quantized already, and frozen; to change the format, quantize the high-precision model"
         if done
         else f"no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} passed the filter"
     )
-    warnings.warn(f"quantize_ changed nothing: {why}", UserWarning, stacklevel=3)
+    warnings.warn(f"{caller} changed nothing: {why}", UserWarning, stacklevel=stacklevel)
 
 
 # ---------------------------------------------------------------------------------------------- one weight by one

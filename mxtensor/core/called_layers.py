@@ -1,4 +1,4 @@
-"""Watched models: every layer is called as a module, so that hooks see its inputs and outputs."""
+"""Watched models: every layer is called as a module, so that hooks see its inputs and outputs, in evaluation mode."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import nn
+
+
+@contextmanager
+def in_evaluation(*models: nn.Module) -> Iterator[None]:
+    """Inside, all modules of the models are in evaluation mode: no dropout, and norms of batches keep their sums."""
+    training = {module: module.training for model in models for module in model.modules()}
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
 
 
 @contextmanager

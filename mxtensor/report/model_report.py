@@ -113,6 +113,9 @@ def _layer_error(fqn: str, weight: MXTensor, reference: Tensor | None) -> LayerE
         raise ValueError(
             f"{fqn!r} of the reference is quantized itself; quantize_ works in place, so copy.deepcopy the model before"
         )
+    if weight.is_meta or reference.is_meta:
+        of = "the model" if weight.is_meta else "the reference"
+        raise ValueError(f"{fqn!r} of {of} is on the device meta and has no values; load the model, without offload")
     if reference.shape != weight.shape:
         raise ValueError(f"{fqn!r} has shape {tuple(weight.shape)}, the reference {tuple(reference.shape)}")
     with torch.no_grad():

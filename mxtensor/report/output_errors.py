@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import MODULE, check
+from ..core.arguments import MODULE, check, described
 from ..core.caches import Copies, with_fresh_cache
-from ..core.called_layers import layers_are_called
+from ..core.called_layers import in_evaluation, layers_are_called
 from ..tensor.mxtensor import MXTensor
 from .model_report import decibels
 
@@ -103,9 +103,10 @@ def output_errors(
     """One row per quantized linear layer of ``model`` that ran, in the order of the model.
 
     ``reference``: the model before ``quantize_``, another object, on the same device. ``inputs``: the keyword arguments
-    of each call, such as ``{"input_ids": ids}``; both models run once for each. Memory holds the outputs of all
-    quantized layers of one call. ``done`` is called after each. Stacked experts have no row. A layer that routing gives
-    other rows in the two models has nan as its total. Raises ValueError if the reference lacks a layer.
+    of each call, such as ``{"input_ids": ids}``; both models run once for each, in evaluation mode. Memory holds the
+    outputs of all quantized layers of one call. ``done`` is called after each. Stacked experts have no row. A layer
+    that routing gives other rows in the two models has nan as its total. Raises ValueError if the reference lacks a
+    layer, TypeError for inputs that are no dicts.
     """
     check("output_errors", "model", model, MODULE)
     check("output_errors", "reference", reference, MODULE)
@@ -123,9 +124,16 @@ def output_errors(
         return {name: with_fresh_cache(value, copies) for name, value in given.items()}
 
     pairs = _Pairs({fqn: (modules[fqn.rpartition(".")[0]], layer) for fqn, layer in small.items()})
+    if isinstance(inputs, (Mapping, str)):
+        raise TypeError(f"output_errors: inputs is {described(inputs)}; pass a list of dicts, such as [inputs] for one")
     for given in inputs:
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"output_errors: inputs has {described(given)}; pass the keyword arguments of each call as a dict, "
+                "such as {'input_ids': ids}"
+            )
         pairs.outputs, pairs.calls = {}, {}
-        with torch.no_grad(), layers_are_called():
+        with torch.no_grad(), in_evaluation(model, reference), layers_are_called():
             with _hooked({fqn: layers[0] for fqn, layers in pairs.layers.items()}, pairs.before):
                 reference(**fresh(given))
             with _hooked({fqn: layers[1] for fqn, layers in pairs.layers.items()}, pairs.after):

@@ -197,6 +197,14 @@ def test_gptq_continues_with_the_same_bits(tmp_path):
         mx.calibrate(m, batches(), "nvfp4", state=tmp_path)
 
 
+def test_a_model_without_anything_to_calibrate_is_a_warning():
+    with pytest.warns(UserWarning, match="calibrate changed nothing: no nn.Linear, .* of ReLU passed the filter"):
+        mx.calibrate(nn.ReLU(), [torch.ones(1)])
+    m = mx.quantize_(model(), "mxfp8-weight-only", lambda module, fqn: isinstance(module, nn.Linear))
+    with pytest.warns(UserWarning, match="calibrate changed nothing: its weights are quantized already"):
+        mx.calibrate(m, batches(), filter_fn=lambda module, fqn: isinstance(module, nn.Linear))
+
+
 def spoiled(value):
     m = model()
     m.layers[1].up.weight[2, 3] = value
@@ -207,7 +215,11 @@ def spoiled(value):
     ("call", "error", "message"),
     [
         (lambda: mx.calibrate(None, batches()), TypeError, "calibrate: model is None; pass a torch.nn.Module"),
-        (lambda: mx.calibrate(model(), []), ValueError, "data is empty; pass batches"),
+        (lambda: mx.calibrate(model(), []), ValueError, "calibrate: data is empty; pass batches"),
+        (lambda: mx.calibrate(model(), "text"), TypeError, "data is 'text'; pass a list of batches, such as"),
+        (lambda: mx.calibrate(model(), {"ids": 1}), TypeError, "data is {'ids': 1}; pass a list of batches, such as"),
+        (lambda: mx.calibrate(model(), 3), TypeError, "data is 3; pass a list of batches"),
+        (lambda: mx.calibrate(model().to("meta"), batches()), ValueError, "is on the device meta and has no values"),
         (lambda: mx.calibrate(model(), batches(), method="omni"), ValueError, "no method 'omni'; choose one of 'mse'"),
         (lambda: mx.calibrate(model(), batches(), method=3), TypeError, "method is 3; pass 'mse', 'gptq'"),
         (lambda: mx.calibrate(model(), batches(), "mxfp9"), ValueError, "unknown format"),

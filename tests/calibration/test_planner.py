@@ -200,7 +200,9 @@ class Odd(nn.Module):
         (lambda: mx.plan(model(), batches(), measure="mse"), ValueError, "measure is 'mse'; choose one of 'kl'"),
         (lambda: mx.plan(model(), batches(), formats="mxfp4"), TypeError, "formats is 'mxfp4'; pass a list of names"),
         (lambda: mx.plan(model(), batches(), formats=["MXFP8BlockScaling"]), ValueError, "names a class"),
-        (lambda: mx.plan(model(), []), ValueError, "data is empty"),
+        (lambda: mx.plan(model(), []), ValueError, "plan: data is empty"),
+        (lambda: mx.plan(model(), {"ids": batches()[0]}), TypeError, r"plan: data is .*; pass a list of batches, such"),
+        (lambda: mx.plan(model().to("meta"), batches()), ValueError, "is on the device meta and has no values; load"),
         (lambda: mx.plan(nn.ReLU(), [torch.ones(1)]), ValueError, "no weight of ReLU passed the filter"),
         (lambda: mx.plan(Odd(), [torch.ones(1, 32)]), ValueError, "returns 'text', which has no gradient; pass"),
     ],
@@ -208,6 +210,71 @@ class Odd(nn.Module):
 def test_wrong_calls(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("measure", ["kl", "squared"])
+def test_gradients_flow_whatever_the_caller_has_switched_off(measure):
+    """All errors were estimated there, without a word."""
+    m, data = model(), batches()
+    m.lm_head.requires_grad_(True)
+    plain = mx.plan(m, data, measure=measure)
+    with torch.no_grad():
+        assert mx.plan(m, data, measure=measure).weights == plain.weights
+    with torch.inference_mode():
+        assert mx.plan(m, [ids.clone() for ids in data], measure=measure).weights == plain.weights
+        with pytest.raises(ValueError, match=r"the model was made inside torch.inference_mode\(\)"):
+            mx.plan(model(), data, measure=measure)
+        assert mx.plan(model(), data, measure="layer").bits <= 5
+    assert m.lm_head.weight.requires_grad and all(p.grad is None for p in m.parameters())
+    assert not any(weight.estimated for weight in plain.weights.values())
+
+
+class HasCut(nn.Module):
+    """A layer that no gradient reaches, one that reads no row, and one that both reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.empty, self.head = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        y = self.cut(x).detach()
+        self.empty(y[:0])
+        return self.head(y)
+
+
+def test_layers_without_a_gradient_or_a_row_are_estimated_and_named(capsys):
+    torch.manual_seed(0)
+    m = HasCut()
+    plan = mx.plan(m, [torch.randn(16, 32)])
+    assert {fqn: weight.estimated for fqn, weight in plan.weights.items()} == {
+        "cut.weight": True, "empty.weight": True, "head.weight": False
+    }  # fmt: skip
+    assert all(error > 0 for weight in plan.weights.values() for error in weight.errors.values())
+    saw, reached = (line for line in capsys.readouterr().err.splitlines() if "of 3 layers" in line)
+    assert "1 of 3 layers saw no input" in saw and "their values: empty.weight; pass data" in saw
+    assert "no gradient of the output reaches 1 of 3 layers" in reached and "values: cut.weight; they" in reached
+
+
+@pytest.mark.parametrize("measure", ["kl", "squared"])
+def test_an_output_that_is_not_finite_is_named(measure):
+    m = model()
+    m.layers[0].up.weight[1, 2] = torch.inf
+    with pytest.raises(ValueError, match="plan: the output of the model has NaN or Inf"):
+        mx.plan(m, batches(), measure=measure)
+
+
+def test_a_masked_token_has_no_share_in_the_divergence():
+    class Masked(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, ids):
+            return torch.cat((self.inner(ids), torch.full((*ids.shape, 1), -torch.inf)), -1)
+
+    m, data = model(), batches()
+    errors = [sum(w.errors[f] for w in mx.plan(n, data).weights.values() for f in w.errors) for n in (m, Masked(m))]
+    assert 0.5 < errors[1] / errors[0] < 2
 
 
 def test_values_that_are_not_finite_are_named():

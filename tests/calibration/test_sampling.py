@@ -34,6 +34,12 @@ def test_batches_have_the_shape_that_was_asked_for_and_a_seed_repeats_them():
     assert torch.cat(data)[:, 0].equal(starts) and data[0].shape == (8, 3)
 
 
+def test_tokens_are_drawn_in_evaluation_mode():
+    m, other = llama(), llama(attention_dropout=0.9).train()
+    assert torch.equal(torch.cat(mx.sampled_data(m, 20, 8)), torch.cat(mx.sampled_data(other, 20, 8)))
+    assert all(module.training for module in other.modules())
+
+
 def test_tokens_are_drawn_by_the_probabilities_of_the_model():
     m = llama()
     ids = torch.cat(mx.sampled_data(m, 2000, 4))

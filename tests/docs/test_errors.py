@@ -218,6 +218,8 @@ NEVER_SEEN = {
     "{value} has no quantized matrix; pass --format with the format to quantize it to",
     # of reports, which the command prints as one line: tests/cli, tests/report/test_output_errors.py
     "the reference has no layer {value} of its own; pass a copy.deepcopy of the model before",
+    "output_errors: inputs is {value}; pass a list of dicts, such as [inputs] for one",
+    "output_errors: inputs has {value}; pass the keyword arguments of each call as a dict, such as {'input_ids': ids}",
     "no layer is quantized, so there is nothing to report; pass --format",
     "a report needs matplotlib: pip install 'mxtensor[plot]'",
     "{value} is not a path; is a variable of the shell empty?",

@@ -50,6 +50,15 @@ def test_sqnr_takes_mixed_dtypes_and_gradients():
     assert sqnr_db(x, x.detach().bfloat16()) == math.inf
 
 
+@pytest.mark.parametrize("which", ["model", "reference"])
+def test_weights_without_values_are_refused(which):
+    reference = two_layers()
+    model = mx.quantize_(copy.deepcopy(reference), "mxfp8-weight-only")
+    (model if which == "model" else reference).to("meta")
+    with pytest.raises(ValueError, match=f"'0.weight' of the {which} is on the device meta and has no values; load"):
+        layer_errors(model, reference)
+
+
 def test_sqnr_refuses_to_broadcast():
     with pytest.raises(ValueError, match=r"reference \(2, 3\), other \(3,\)"):
         sqnr_db(torch.ones(2, 3), torch.ones(3))

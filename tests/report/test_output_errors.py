@@ -47,6 +47,27 @@ def test_the_reference_is_another_model():
         output_errors(small, model[:1], [])
 
 
+def test_models_run_in_evaluation_mode_and_stay_in_theirs():
+    """Dropout of the two models differs, which was their error."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.BatchNorm1d(64), nn.Linear(64, 32)).requires_grad_(False)
+    small, x = mx.quantize_(copy.deepcopy(model), "mxfp8"), [{"input": torch.randn(8, 64)}]
+    expected = output_errors(small.eval(), model.eval(), x)
+    small.train()
+    assert output_errors(small, model.train(), x) == expected and expected[1].total_db > 20
+    assert all(module.training for m in (model, small) for module in m.modules())
+    assert model[2].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [({"input": 1}, "inputs is {'input': 1}; pass a list of dicts"), ([torch.ones(2)], "inputs has a tensor .* dict")],
+)
+def test_inputs_that_are_no_dicts_are_refused(inputs, message):
+    model, small = two_layers()
+    with pytest.raises(TypeError, match=message):
+        output_errors(small, model, inputs)
+
+
 def test_outputs_are_those_before_something_writes_into_them():
     def model(inplace):
         torch.manual_seed(0)
