@@ -90,7 +90,9 @@ def calibrate(
         for module, name, value in _edits(model, done):
             original = getattr(module, name)
             originals.append(Edit(module, name, original))
-            setattr(module, name, value if original is None else set_attributes(value, user_attributes(original)))
+            if original is not None:
+                value = set_attributes(value, user_attributes(original)).requires_grad_(original.requires_grad)
+            setattr(module, name, value)
         return convert(model, changes, made)
     except BaseException:
         restore(originals)

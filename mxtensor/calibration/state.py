@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ SAMPLE = 4096
 
 
 class State:
-    """The folder of one calibration. Raises ValueError if it is that of another one."""
+    """The folder of one calibration. Raises ValueError if it is that of another one, or damaged."""
 
     def __init__(
         self, folder: Path, model: nn.Module, batches: Sequence[Any], changes: Sequence[Change], method: Steps
@@ -41,7 +42,7 @@ class State:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "calibration.json"
         if file.exists():
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = self._read(file, lambda: dict(json.loads(file.read_text(encoding="utf-8"))))
             other = sorted(key for key in wanted if found.get(key) != wanted[key])
             if other:
                 raise ValueError(
@@ -58,7 +59,17 @@ class State:
         """The new parameters of a block, by name; None if it is not finished."""
         if not self._file(index).exists():
             return None
-        return torch.load(self._file(index), weights_only=True)  # type: ignore[no-any-return]
+        file = self._file(index)
+        return self._read(file, lambda: dict(torch.load(file, weights_only=True)))
+
+    def _read(self, file: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What ``read`` reads from a file. Raises ValueError that names a damaged one."""
+        try:
+            return read()
+        except (ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"calibrate: {file} is damaged ({type(error).__name__}); remove {self._folder}, or pass another folder"
+            ) from error
 
     def save(self, index: int, made: dict[str, Tensor]) -> None:
         """Save the new parameters of a finished block."""

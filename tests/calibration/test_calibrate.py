@@ -197,6 +197,16 @@ def test_gptq_continues_with_the_same_bits(tmp_path):
         mx.calibrate(m, batches(), "nvfp4", state=tmp_path)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_norms_and_biases_train_afterwards_as_before(trains):
+    m = model().requires_grad_(trains)
+    mx.calibrate(m, batches(), "mxfp4-weight-only", ["smooth", "bias"])
+    plain = {name: p.requires_grad for name, p in m.named_parameters() if not isinstance(p, mx.MXTensor)}
+    made = {f"{name}.bias" for name, x in m.named_modules() if isinstance(x, nn.Linear)}
+    assert {name: trains for name in plain if "norm" in name} == {n: v for n, v in plain.items() if "norm" in n} != {}
+    assert made & plain.keys()
+
+
 def test_a_model_without_anything_to_calibrate_is_a_warning():
     with pytest.warns(UserWarning, match="calibrate changed nothing: no nn.Linear, .* of ReLU passed the filter"):
         mx.calibrate(nn.ReLU(), [torch.ones(1)])

@@ -52,6 +52,16 @@ def test_a_state_is_that_of_all_parameters_and_buffers(change, tmp_path):
         mx.calibrate(m, batches(), "mxfp4-weight-only", "mse", state=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["calibration.json", "block_00001.pt"])
+@pytest.mark.parametrize("content", [b"", b"xx", b"[1]"])
+def test_a_damaged_state_is_named(name, content, tmp_path):
+    m = model()
+    mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only", "mse", state=tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"calibrate: {tmp_path / name} is damaged \(\w+\); remove {tmp_path}, or"):
+        mx.calibrate(m, batches(), "mxfp4-weight-only", "mse", state=tmp_path)
+
+
 def test_a_state_sees_values_between_those_of_its_sample(tmp_path):
     m = model()
     m.embed = nn.Embedding(5000, 32).requires_grad_(False)
