@@ -151,6 +151,18 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 MARKERS = "osD^vPX*"
 
 
+def file_of_plot(path: str | os.PathLike[str]) -> Path:
+    """The file that matplotlib writes for a path, in a folder that exists: without a suffix it adds ``.png``.
+
+    Raises IsADirectoryError for a folder, beside which it would write.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"plot: {path} is a folder; pass the name of a file, such as {path / 'plot.png'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path if path.suffix else path.with_name(f"{path.name}.png")
+
+
 def plot_layer_errors(
     rows_by_format: Mapping[str, Sequence[LayerError]],
     path: str | os.PathLike[str],
@@ -159,9 +171,9 @@ def plot_layer_errors(
     """Draw the SQNR of each layer, with one row of dots per layer and one color per format, and write it to ``path``.
 
     ``rows_by_format``: legend label -> the result of :func:`layer_errors` for that format; the legend adds the stored
-    bits per value. The suffix of ``path`` selects the file type (png, svg, pdf); its folder is created. A layer without
-    a finite SQNR has no dot. Returns the path. Raises ValueError if there is nothing to draw, ImportError without
-    matplotlib.
+    bits per value. The suffix of ``path`` selects the file type (png, svg, pdf; png if there is none); its folder is
+    created. A layer without a finite SQNR has no dot. Returns the path. Raises ValueError if there is nothing to draw,
+    IsADirectoryError for a folder, ImportError without matplotlib.
     """
     try:
         from matplotlib.figure import Figure  # not pyplot: no global state, no display
@@ -200,7 +212,6 @@ def plot_layer_errors(
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=13)
     figure.legend(loc="outside lower center", ncols=min(len(rows_by_format), 3), frameon=False)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = file_of_plot(path)
     figure.savefig(path, dpi=150)
     return path

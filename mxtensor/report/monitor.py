@@ -222,9 +222,9 @@ class Monitor:
     def plot(self, path: str | os.PathLike[str], figure: str = "sqnr_db", title: str | None = None) -> Path:
         """Draw a heat map of all measurements: layers over steps, one panel for each copy of an operand.
 
-        ``figure``: ``sqnr_db``, ``saturated`` or ``underflowed``. The suffix of ``path`` chooses the file type; its
-        folder is created. Returns the path. Raises ValueError for another figure or without a measurement, ImportError
-        without matplotlib.
+        ``figure``: ``sqnr_db``, ``saturated`` or ``underflowed``. The suffix of ``path`` chooses the file type (png if
+        there is none); its folder is created. Returns the path. Raises ValueError for another figure or without a
+        measurement, IsADirectoryError for a folder, ImportError without matplotlib.
         """
         return plot_history(self.history(), path, figure, title)
 

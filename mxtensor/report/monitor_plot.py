@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.arguments import TEXT, check, optional
 from .cast_stats import SIDES
-from .model_report import FILE, short_names
+from .model_report import FILE, file_of_plot, short_names
 
 OPERANDS = ("input", "weight", "grad")
 FIGURES = {
@@ -94,7 +94,6 @@ def plot_history(rows: Sequence[MonitorRow], path: str | os.PathLike[str], figur
     picture.colorbar(image, ax=list(grid_axes), label=label, fraction=0.04, pad=0.01)
     if title is not None:
         picture.suptitle(title, fontsize=12)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = file_of_plot(path)
     picture.savefig(path, dpi=150)
     return path

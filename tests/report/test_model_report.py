@@ -152,6 +152,18 @@ def test_plot_is_written_with_its_folder(tmp_path):
     assert path.read_bytes().startswith(PNG)
 
 
+def test_a_plot_is_where_its_path_says(tmp_path):
+    """matplotlib adds .png, also to the name of a folder: the plot was beside it."""
+    pytest.importorskip("matplotlib")
+    rows = {"a": layer_errors(mx.quantize_(two_layers(), "mxfp8-weight-only"), two_layers())}
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"folder is a folder; pass the name of a file, such as .*plot\.png"):
+        plot_layer_errors(rows, tmp_path / "folder")
+    path = plot_layer_errors(rows, tmp_path / "errors")
+    assert path == tmp_path / "errors.png" and path.read_bytes().startswith(PNG)
+    assert {p.name for p in tmp_path.iterdir()} == {"errors.png", "folder"}
+
+
 def test_plot_omits_exact_layers(tmp_path):
     pytest.importorskip("matplotlib")
     exact = LayerError("0.weight", "mxfp8_e4m3", (2, 32), math.inf, 0.0, 8.25, 256, 66)
