@@ -181,13 +181,16 @@ def check(times: Times, costs: dict[Case, Cost], gpu: Gpu, shapes: Sequence[tupl
 
 
 def read_times(path: Path) -> tuple[str, Times]:
-    """Where the times of a file were measured, and the times."""
-    content = json.loads(path.read_text())
-    times = {
-        (format, bool(casts), m, config_of(config)): [(n, k, us) for n, k, us in measured]
-        for format, casts, m, config, measured in content["rows"]
-    }
-    return content["note"], times
+    """Where the times of a file were measured, and the times. Raises ValueError for another file."""
+    try:
+        content = json.loads(path.read_text())
+        times = {
+            (format, bool(casts), m, config_of(config)): [(n, k, us) for n, k, us in measured]
+            for format, casts, m, config, measured in content["rows"]
+        }
+        return content["note"], times
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise ValueError(f"{path} is no file of --times: {error}") from error
 
 
 def write_times(path: Path, note: str, times: Times) -> None:
@@ -219,9 +222,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.read is None and not torch.cuda.is_available():
         parser.exit(1, "This command times CUDA kernels, and torch finds no CUDA device here; pass --read TIMES.\n")
+    try:
+        file = args.read or (args.times if args.times and args.times.exists() else None)
+        known = ("", Times()) if file is None else read_times(file)
+    except ValueError as error:
+        parser.error(f"{error}")
     if args.read is None:
         gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
-        times = read_times(args.times)[1] if args.times and args.times.exists() else Times()
+        times = Times(known[1])
         note = f"{gpu.name}, torch {torch.__version__}"
         for format in map(get_format, args.formats):
             for case, measured in measure(format, FITTED + HELD_OUT, times):
@@ -229,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.times:
                 write_times(args.times, note, times)
     else:
-        gpu, (note, times) = gpu_of(torch.device("cpu")), read_times(args.read)
+        gpu, (note, times) = gpu_of(torch.device("cpu")), known
     seen = fit(times, gpu, lambda n, k: (n, k) in FITTED)
     print("fitted to:", check(times, seen, gpu, FITTED))
     print("held out:", check(times, seen, gpu, HELD_OUT))
