@@ -190,9 +190,10 @@ def convert(
     (NVFP4), for which they are read twice. Embeddings, heads and routers stay in high precision, except those that a
     plan names. So do the modules that ``skip`` names, with all that is inside them: by their names or the ends of these
     (``"model.layers.0"``, ``"mlp"``). ``include_head`` quantizes heads too, and an embedding that shares its weight
-    with one. Other files of the folder, such as the tokenizer, are copied. The destination is complete or does not
-    exist; what ``overwrite`` replaces is removed only when the new checkpoint is complete. Each matrix is cast by one
-    thread; their number is that of torch's threads.
+    with one. Other files of the folder, such as the tokenizer, are copied, and so are the subfolders of
+    sentence-transformers' modules. The destination is complete or does not exist; what ``overwrite`` replaces is
+    removed only when the new checkpoint is complete. Each matrix is cast by one thread; their number is that of torch's
+    threads.
 
     Raises what ``load`` and ``save`` raise; ValueError if the destination is the source, is inside it or contains it,
     and if no tensor is quantized although ``format`` is given (and ``skip`` matches no tensor) or the layout requires

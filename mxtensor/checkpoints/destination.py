@@ -5,6 +5,7 @@ The destination is complete or does not exist: an error or an interrupt removes 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from .source import ENDINGS
 
 Result = TypeVar("Result")
+TEMPLATES = "additional_chat_templates"
 
 
 def check_separate(destination: str | Path, *sources: str | Path) -> None:
@@ -36,6 +38,18 @@ def _holds(outer: Path, inner: Path) -> bool:
 
 def _same(a: Path, b: Path) -> bool:
     return a.exists() and b.exists() and a.samefile(b)
+
+
+def folders_of_model(folder: Path) -> list[Path]:
+    """The subfolders that belong to a model: what ``modules.json`` of sentence-transformers lists, and transformers'
+    chat templates. Others, such as ``onnx``, hold its weights in another form."""
+    try:
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        names = [module["path"] for module in modules]
+    except (OSError, ValueError, TypeError, KeyError):
+        names = []
+    names = [name for name in names if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
+    return [folder / name for name in dict.fromkeys([*names, TEMPLATES]) if (folder / name).is_dir()]
 
 
 def _in_use(folder: Path) -> bool:
@@ -83,7 +97,8 @@ class Destination:
         if self.is_file:
             raise FileExistsError(f"{self.given} is a folder; pass the name of a file")
         inner = sorted(self.path.iterdir())
-        folders = [entry.name for entry in inner if entry.is_dir()]
+        known = [place for place in folders_of_model(self.path) if not any(entry.is_dir() for entry in place.iterdir())]
+        folders = [entry.name for entry in inner if entry.is_dir() and entry not in known]
         if folders:
             raise FileExistsError(
                 f"{self.given} holds the folder {folders[0]}, and overwrite=True replaces only folders without "
@@ -141,7 +156,7 @@ class Destination:
                 os.replace(entry, moved[-1])
         except BaseException:
             for place in moved:
-                place.unlink(missing_ok=True)
+                shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
             raise
         self.folder.rmdir()
 

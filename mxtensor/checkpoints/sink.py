@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .destination import Destination
+from .destination import Destination, folders_of_model
 from .shard_file import ShardFile, dtype_name
 from .source import ENDINGS, INDEX, Checkpoint, read_json
 
 ONE_FILE = "model.safetensors"
 NOT_COPIED = (*ENDINGS, ".index.json", "hf_quant_config.json")
-"""Endings of files that hold or list tensors; all others of a folder are copied, such as the tokenizer."""
+"""Endings of files that hold or list tensors; all others of a folder are copied, such as the tokenizer, and the
+subfolders of ``folders_of_model`` as a whole."""
 LARGEST_COPY = 1 << 28
 PENDING = 1 << 28
 """Bytes of tensors that may wait for the thread that writes."""
@@ -164,9 +165,16 @@ class Sink(Destination):
         self.move()
 
     def _copy(self, source: Path | None) -> None:
-        for file in sorted(source.iterdir()) if source is not None and source.is_dir() else ():
+        if source is None or not source.is_dir():
+            return
+        for file in sorted(source.iterdir()):
             if file.is_file() and not file.name.endswith(NOT_COPIED) and file.stat().st_size <= LARGEST_COPY:
                 shutil.copyfile(file, self.folder / file.name)
+        for folder in folders_of_model(source):
+            (self.folder / folder.name).mkdir()
+            for file in sorted(folder.iterdir()):
+                if file.is_file():
+                    shutil.copyfile(file, self.folder / folder.name / file.name)
 
     def _name_shards(self) -> None:
         count = len(self.shards)

@@ -1,5 +1,6 @@
 """What may be a destination: nothing that holds the source or is no checkpoint is replaced, and links are followed."""
 
+import json
 import os
 from pathlib import Path
 
@@ -64,6 +65,26 @@ def test_an_empty_folder_is_filled_also_the_working_directory(tmp_path, monkeypa
         mx.checkpoints.save({"a": torch.zeros(3)}, ".", layout="plain", overwrite=True)
     monkeypatch.chdir(tmp_path)
     assert torch.equal(mx.checkpoints.load("out")["a"], torch.ones(3))
+
+
+def test_subfolders_that_belong_to_the_model_are_copied_and_replaced(tmp_path):
+    """Those that sentence-transformers lists, and chat templates; no names that leave the folder."""
+    path = checkpoint(tmp_path / "a", {"m.weight": torch.randn(32, 32)})
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "../b"}, {"path": ".."}, {"path": "none"}, {"path": 3}]
+    (path / "modules.json").write_text(json.dumps(modules))
+    for name in ("1_Pooling/config.json", "additional_chat_templates/rag.jinja", "onnx/model.onnx", "../b/other"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(name)
+    (tmp_path / "empty").mkdir()
+    wanted = {"1_Pooling", "additional_chat_templates", "config.json", "model.safetensors", "modules.json"}
+    for name, count in (("out", 2), ("empty", 1)):
+        for _ in range(count):
+            mx.checkpoints.convert(path, tmp_path / name, format="mxfp8", overwrite=True)
+            assert {p.name for p in (tmp_path / name).iterdir()} == wanted
+            assert (tmp_path / name / "1_Pooling" / "config.json").read_text() == "1_Pooling/config.json"
+    (tmp_path / "out" / "1_Pooling" / "deep").mkdir()
+    with pytest.raises(FileExistsError, match="holds the folder 1_Pooling, and"):
+        mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8", overwrite=True)
 
 
 @pytest.mark.parametrize("step", [1, 2])
