@@ -68,6 +68,9 @@ def check_page(path: Path) -> None:
     """Raise OSError that names the path if no file can be written there: before what is written is measured."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; pass the name of a file")
+    if path.exists() and not path.is_file():  # a device or a pipe
+        return
+    path = path.resolve()  # through links
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):

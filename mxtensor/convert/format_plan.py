@@ -87,10 +87,11 @@ class Plan(FqnToConfig):
             fqn: {"format": self.table()[fqn], **weight._asdict()} for fqn, weight in self.weights.items()
         }  # fmt: skip
         fields = {"version": VERSION, "measure": self.measure, "bits": self.bits, "weights": weights}
-        text, path = json.dumps(fields, indent=1) + "\n", Path(path).resolve()
+        text, path = json.dumps(fields, indent=1) + "\n", Path(path)
         if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout, must not be replaced
             path.write_text(text, encoding="utf-8")
             return
+        path = path.resolve()
         new = path.with_name(f"{path.name}.new")
         new.write_text(text, encoding="utf-8")
         os.replace(new, path)

@@ -321,7 +321,7 @@ FAULTS = (
           "last in SKIPPED_NAMES", "last in SKIPPED_NAMES[1:]",
           "convert"),
     Fault("decibels of amplitudes", "report/model_report.py",
-          "10 * math.log10(", "20 * math.log10(",
+          "10 * (math.log10(", "20 * (math.log10(",
           "report"),
     Fault("new measurements lose the old ones", "report/tune.py",
           "for line in (*old, *new)", "for line in new",
