@@ -55,10 +55,10 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _size(path: str) -> int:
-    """Bytes of a file, or of the weights in a folder."""
-    place = Path(path)
-    files = [f for f in place.iterdir() if f.suffix in (".safetensors", ".gguf")] if place.is_dir() else [place]
-    return sum(f.stat().st_size for f in files)
+    """Bytes of the files of a checkpoint that hold its tensors."""
+    with opened(path) as checkpoint:
+        files = {stored.file for stored in checkpoint.tensors.values()}
+    return sum(file.stat().st_size for file in files)
 
 
 # ---------------------------------------------------------------------------------------------- inspect

@@ -213,6 +213,19 @@ def test_a_failure_is_one_line_and_leaves_nothing(code, arguments, message, sour
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
+def test_the_size_before_is_that_of_the_files_that_are_read(source, tmp_path, capsys):
+    """Of a folder with pytorch_model.bin it was 0, and a link to nowhere was an error after all was written."""
+    torch.save(STATE, file := tmp_path / "a" / "pytorch_model.bin")
+    (tmp_path / "bin").mkdir()
+    file.rename(tmp_path / "bin" / file.name)
+    (tmp_path / "a" / "other.safetensors").symlink_to("nowhere")
+    for path, size in ((source, f"{source}/model.safetensors"), (tmp_path / "bin", tmp_path / "bin" / file.name)):
+        code, out, err = run(
+            capsys, "quantize", path, "-o", tmp_path / "q", "--format", "mxfp8", "--overwrite", "--json"
+        )
+        assert code == 0 and not err and json.loads(out)["bytes_before"] == Path(size).stat().st_size
+
+
 def test_a_tilde_is_the_home_folder(source, tmp_path, capsys, monkeypatch):
     """A shell leaves it in ``--output=~/q``, and a folder called ``~`` is an accident that waits for ``rm -r``."""
     monkeypatch.setenv("HOME", str(tmp_path))
