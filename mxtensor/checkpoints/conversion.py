@@ -6,6 +6,7 @@ mx.checkpoints.convert("model", "out", layout="modelopt", format="nvfp4")
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -47,6 +48,8 @@ STATIC = ("input_scale", "input_global_scale", "k_scale", "v_scale", "k_proj.out
 """Scales of static activations, which another layout names and defines in another way."""
 
 
+PART = re.compile(r"-\d{5}-of-(\d{5})\.\w+$")
+"""The end of the name of one file of several."""
 INPUT_SCALE = ".pre_quant_scale"
 """What ModelOpt multiplies the inputs of a layer by, after AWQ or SmoothQuant."""
 
@@ -202,6 +205,7 @@ def convert(
     chosen = writable(layout, destination)
     with opened(source) as checkpoint:
         check_separate(destination, source, *{stored.file for stored in checkpoint.tensors.values()})
+        _warn_of_one_of_several(checkpoint.path)
         before, checkpoint.maps = layout_of(checkpoint), True
         report = Conversion(before.name, chosen.name)
         entries = before.entries(checkpoint)
@@ -255,6 +259,18 @@ def convert(
                 raise_nothing_quantized(checkpoint.path, chosen, format is None, unfit, report.left)
             sink.finish(merged(checkpoint.config, config_files(chosen, written), checkpoint.path), checkpoint.path)
     return report
+
+
+def _warn_of_one_of_several(path: Path) -> None:
+    """Warn if only one file of several is read."""
+    found = PART.search(path.name)
+    if found is not None and int(found[1]) > 1 and path.is_file():
+        warnings.warn(
+            f"convert: {path} is one of {int(found[1])} files of a checkpoint, and the others are not read; pass the "
+            "folder of all",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _check_inputs(entries: Iterable[str], before: str, after: str) -> None:

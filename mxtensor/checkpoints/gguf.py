@@ -11,7 +11,7 @@ Source: gguf/quants.py of version 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
         if len(out.stored) < len(out.reader.tensors):
             raise ValueError("two tensors have the same name")
         _check_overlaps(out.reader.tensors)
+        _check_whole(path, out.reader.fields)
         for t in out.reader.tensors:
             out.tensors[t.name] = Stored(path, t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)))
     except OSError as error:
@@ -68,6 +69,16 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
         why = str(error) if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path} cannot be read as GGUF: {why:.200}") from error
     return out
+
+
+def _check_whole(path: Path, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError for one of several files that llama.cpp has split a model into: it lacks the other tensors."""
+    count, number = (int(fields[key].contents()) if key in fields else 0 for key in ("split.count", "split.no"))
+    if count > 1:
+        raise ValueError(
+            f"it is part {number + 1} of {count} of a model; join them by `llama-gguf-split --merge` with the first "
+            "part and a new file"
+        )
 
 
 def _check_overlaps(tensors: Iterable[Any]) -> None:

@@ -57,6 +57,25 @@ def test_every_scale_and_code_is_exact(kind, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(components_of(loaded), components_of(t), strict=True))
 
 
+@pytest.mark.parametrize(("count", "refused"), [(0, False), (1, False), (3, True)])
+def test_one_part_of_a_model_is_refused(count, refused, tmp_path):
+    """llama.cpp splits large models into files; a part was converted as if it were all."""
+    path = tmp_path / "m-00002-of-00003.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.no", 1)
+    writer.add_uint16("split.count", count)
+    writer.add_tensor("blk.0.attn_q.weight", torch.randn(64, 64).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if not refused:
+        assert mx.checkpoints.load(path)["blk.0.attn_q.weight"].shape == (64, 64)
+        return
+    with pytest.raises(ValueError, match="it is part 2 of 3 of a model; join them by `llama-gguf-split --merge`"):
+        mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8")
+
+
 @pytest.mark.parametrize("shape", [(1, 64), (33, 192), (3, 16, 128)])
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4_single_level", "mxint8"])
 def test_quantized_shapes(format, shape, tmp_path):

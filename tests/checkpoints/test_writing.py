@@ -159,6 +159,18 @@ def test_all_layers_that_do_not_fit_are_named_before_one_is_read(layout, format,
         mx.checkpoints.save(state, tmp_path / ("c.gguf" if layout == "gguf" else "c"), layout=layout)
 
 
+def test_one_file_of_several_is_noticed(tmp_path):
+    """Its conversion has a part of the model, and looks whole."""
+    mx.checkpoints.save({f"{i}.weight": torch.randn(64, 64) for i in range(2)}, tmp_path / "a", "plain", 20000)
+    file = tmp_path / "a" / "model-00001-of-00002.safetensors"
+    with pytest.warns(
+        UserWarning, match=r"00001-of-00002.safetensors is one of 2 files of a checkpoint, and the other"
+    ):
+        mx.checkpoints.convert(file, tmp_path / "b", format="mxfp8")
+    file.rename(single := tmp_path / "model-00001-of-00001.safetensors")
+    mx.checkpoints.convert(single, tmp_path / "c", format="mxfp8")
+
+
 def test_codes_without_scales_are_refused_by_name(tmp_path):
     state = {"a.weight": torch.randn(64, 64).to(torch.float8_e4m3fn), "b.weight": torch.randn(64, 64)}
     path = checkpoint(tmp_path / "a", state)

@@ -78,6 +78,8 @@ NEVER_SEEN = {
     # they show as the end of "... cannot be read as GGUF", and of "... cannot be read by torch.load"
     "two tensors have the same name",
     "the bytes of {value} and {value} overlap",
+    "it is part {value} of {value} of a model; join them by `llama-gguf-split --merge` with the first part and a new "
+    "file",
     "the file ends before byte {value} of the header and {value} entries",
     "an array of the header has {value} entries; at most {value} are read",
     "an array of the header has entries of the type {value}",
