@@ -89,6 +89,13 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
         if lacks:
             raise ValueError(f"{checkpoint.path}, tensor {name}: the checkpoint lacks {', '.join(lacks)}")
         entries[name] = entry
+    used = {source for entry in entries.values() for source in entry.sources}
+    lost = next((name for name in checkpoint.tensors if name.endswith(_ENDS) and name not in used), None)
+    if lost is not None:
+        raise ValueError(
+            f"{checkpoint.place(lost)}: the file has no metadata that says its format: another program has written the "
+            "file without it; make the checkpoint again"
+        )
     return with_others(checkpoint, entries)
 
 
@@ -132,7 +139,9 @@ def _config(written: Written) -> dict[str, Any]:
 NATIVE = Layout(
     "native",
     "this package",
-    detect=lambda checkpoint: any(map(_is_ours, checkpoint.metadata)),
+    detect=lambda checkpoint: (
+        any(map(_is_ours, checkpoint.metadata)) or any(name.endswith(_ENDS) for name in checkpoint.tensors)
+    ),
     read=_read,
     write=stored_tensors,
     config=_config,

@@ -124,6 +124,12 @@ class MXQuantizer(HfQuantizer):
                 with open_safetensors(file) as handle:
                     self.metadata |= handle.metadata() or {}
                     self._in_files |= set(handle.keys())
+        codes = next((name for name in self._in_files if name.endswith(SIDES)), None)
+        if codes is not None and not self._names():
+            raise ValueError(
+                f"{codes}: its file has no metadata that says its format: another program has written the file without "
+                "it; make the checkpoint again"
+            )
         if self.pre_quantized and checkpoint_files and not self._names():
             warnings.warn(
                 f"{checkpoint_files[0]}: the quantization_config is that of mxtensor, and no tensor is quantized: the "

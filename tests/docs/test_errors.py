@@ -16,7 +16,7 @@ from tests.helpers.compare import components_of
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = (
     ValueError, TypeError, IndexError, NotImplementedError, RuntimeError, ImportError, AttributeError, FileExistsError,
-    FileNotFoundError, UserWarning,
+    FileNotFoundError, IsADirectoryError, UserWarning,
 )  # fmt: skip
 
 NEVER_SEEN = {
@@ -189,6 +189,8 @@ NEVER_SEEN = {
     "{value}: the quantization_config is that of mxtensor, and no tensor is quantized: the model stays in high "
     "precision. Remove it from config.json, and to quantize the model pass "
     "quantization_config=mx.TransformersConfig(format)",
+    "{value}: its file has no metadata that says its format: another program has written the file without it; make the "
+    "checkpoint again",
     "{value}: the metadata of the checkpoint does not say its format",
     "TransformersConfig: {value} trains, and stores no codes; pass a format for inference",
     # of the command, which prints them as one line: tests/cli

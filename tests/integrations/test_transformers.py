@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -64,6 +65,20 @@ def test_a_model_is_quantized_saved_and_loaded_by_name(path, format):
     assert sum(isinstance(t, mx.MXTensor) for t in loaded.values()) == len(quantized(model))
     reloaded.dequantize()
     assert quantized(reloaded) == {}
+
+
+def test_a_checkpoint_without_its_metadata_is_refused(tmp_path):
+    """Another program that writes the file leaves it out: all weights were random."""
+    path = tmp_path / "a"
+    mx.checkpoints.save(mx.quantize_(MODELS["Llama"](), "mxfp8-weight-only"), path)
+    save_file(load_file(path / "model.safetensors"), path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"_rowwise_\w+: its file has no metadata that says its format: another program"
+    ):
+        AutoModelForCausalLM.from_pretrained(path)
+    for call in (mx.checkpoints.load, mx.checkpoints.info):
+        with pytest.raises(ValueError, match=r"weight_rowwise_data: the file has no metadata that says its format"):
+            call(path)
 
 
 def test_layers_that_are_skipped_stay_as_they_are(tmp_path):
