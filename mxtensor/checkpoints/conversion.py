@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..convert.configs import Config
+from ..core.arguments import described
 from ..core.names import dtype_name
 from ..core.workers import in_order
 from ..numerics.formats import Format, Orientation, Rounding
@@ -203,6 +204,9 @@ def convert(
     quantized tensors.
     """
     chosen = writable(layout, destination)
+    skip = skip if isinstance(skip, str) else tuple(skip)  # a generator is read twice
+    if isinstance(skip, str) or not all(isinstance(name, str) for name in skip):
+        raise TypeError(f"convert: skip must be names of modules, got {described(skip)}; pass a list")
     with opened(source) as checkpoint:
         check_separate(destination, source, *{stored.file for stored in checkpoint.tensors.values()})
         _warn_of_one_of_several(checkpoint.path)

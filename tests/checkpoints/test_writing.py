@@ -159,6 +159,16 @@ def test_all_layers_that_do_not_fit_are_named_before_one_is_read(layout, format,
         mx.checkpoints.save(state, tmp_path / ("c.gguf" if layout == "gguf" else "c"), layout=layout)
 
 
+def test_names_to_skip_are_a_list_or_a_generator(tmp_path):
+    """Of a text, each letter was a name that matches nothing."""
+    path = checkpoint(tmp_path / "a", {"mlp.up.weight": torch.randn(64, 64), "q.weight": torch.randn(64, 64)})
+    for wrong in ("mlp", [3]):
+        with pytest.raises(TypeError, match="convert: skip must be names of modules, got"):
+            mx.checkpoints.convert(path, tmp_path / "b", format="mxfp8", skip=wrong)
+    report = mx.checkpoints.convert(path, tmp_path / "b", format="mxfp8", skip=(name for name in ["mlp"]))
+    assert list(report.errors) == ["q.weight"]
+
+
 def test_one_file_of_several_is_noticed(tmp_path):
     """Its conversion has a part of the model, and looks whole."""
     mx.checkpoints.save({f"{i}.weight": torch.randn(64, 64) for i in range(2)}, tmp_path / "a", "plain", 20000)
