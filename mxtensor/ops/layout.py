@@ -41,6 +41,11 @@ def sides(w: MXTensor) -> list[tuple[Operand, list[int]]]:
     return out
 
 
+def is_columnwise(dims: list[int]) -> bool:
+    """Whether an operand that stores the outer dimensions in this order is the columnwise one."""
+    return dims != sorted(dims)
+
+
 def on_bytes(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """``fn`` of codes or scales, one-byte dtypes as uint8: what moves values need not know float8."""
     return fn(t.view(torch.uint8)).view(t.dtype) if t.dtype.itemsize == 1 else fn(t)
@@ -94,6 +99,15 @@ def assemble(
     if rowwise is None and columnwise is None:
         return None
     return w.replace(rowwise, columnwise, size, stride)
+
+
+def with_operands(
+    w: MXTensor, make: Callable[[Operand, list[int]], Operand | None], size: tuple[int, ...], stride: tuple[int, ...]
+) -> MXTensor | None:
+    """``w`` with ``make(operand, its dimension order)`` in the place of each operand, without those for which it is
+    None; None if no operand is left."""
+    found = {is_columnwise(dims): make(operand, dims) for operand, dims in sides(w)}
+    return assemble(w, found.get(False), found.get(True), size, stride)
 
 
 def outer(func: Any, w: MXTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -15,7 +15,7 @@ from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
-from .layout import assemble, cuts, finish, order, outer, relabel, sides
+from .layout import cuts, finish, outer, relabel, with_operands
 
 aten = torch.ops.aten
 
@@ -55,14 +55,13 @@ def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int
 
 def sliced(w: MXTensor, dim: int, start: int, end: int, step: int, stride: tuple[int, ...]) -> MXTensor | None:
     """The slice of every operand that can give it."""
-    found: dict[bool, Operand] = {}
-    for operand, dims in sides(w):
-        piece = _slice_operand(operand, dims.index(dim) - w.dim(), start, end, step)
-        if piece is not None:
-            found[dims != order(w.dim(), False)] = piece
+
+    def piece(operand: Operand, dims: list[int]) -> Operand | None:
+        return _slice_operand(operand, dims.index(dim) - w.dim(), start, end, step)
+
     size = list(w.shape)
     size[dim] = _count(start, end, step)
-    return assemble(w, found.get(False), found.get(True), tuple(size), stride)
+    return with_operands(w, piece, tuple(size), stride)
 
 
 @implements(aten.slice.Tensor)

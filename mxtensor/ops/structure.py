@@ -20,7 +20,7 @@ from ..numerics.formats import FULL
 from ..numerics.operand import Operand, clear_padding
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
-from .layout import assemble, on_bytes, outer, sides
+from .layout import assemble, is_columnwise, on_bytes, outer, sides, with_operands
 
 aten = torch.ops.aten
 
@@ -58,6 +58,11 @@ def _place(dims: list[int], dim: int) -> int:
     return dims.index(dim) - len(dims)
 
 
+def _or_values(result: MXTensor | None, func: Any, args: Any, kwargs: Any) -> Tensor:
+    """``result``; the op on the dequantized values if it is None, because it would not be made of whole blocks."""
+    return read(func, args, kwargs, CUTS) if result is None else result
+
+
 @implements(aten.cat.default)
 def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Equal formats join if every tensor but the last ends on a block boundary."""
@@ -71,9 +76,9 @@ def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     for i, (_, dims) in enumerate(sides(tensors[0])):
         operand = _joined([sides(t)[i][0] for t in tensors], _place(dims, dim), tuple(out.shape[d] for d in dims))
         if operand is not None:
-            found[dims != sorted(dims)] = operand
+            found[is_columnwise(dims)] = operand
     result = assemble(tensors[0], found.get(False), found.get(True), tuple(out.shape), out.stride())
-    return read(func, args, kwargs, CUTS) if result is None else result
+    return _or_values(result, func, args, kwargs)
 
 
 @implements(aten.stack.default)
@@ -91,19 +96,19 @@ def _move(
     """Apply ``fn(component, places of touched)`` to data and scale of operands not blocked along ``touched``."""
     w = args[0]
     out = outer(func, w, [a.to("meta") if isinstance(a, Tensor) and a is not w else a for a in args], kwargs)
-    size, stride = tuple(out.shape), out.stride()
-    found: dict[bool, Operand] = {}
-    for operand, dims in sides(w):
+    size = tuple(out.shape)
+
+    def moved(operand: Operand, dims: list[int]) -> Operand | None:
         places = [_place(dims, d % w.dim()) for d in touched]
         if operand.format.block[0] == FULL or any(p >= -2 and operand.format.block[p + 2] != 1 for p in places):
-            continue
+            return None
 
-        def move(t: Tensor, places: list[int] = places) -> Tensor:
+        def move(t: Tensor) -> Tensor:
             return on_bytes(t, lambda raw: fn(raw, [p + t.dim() for p in places]))
 
-        found[dims != sorted(dims)] = operand.map_blocks(move, tuple(size[d] for d in dims))
-    result = assemble(w, found.get(False), found.get(True), size, stride)
-    return read(func, args, kwargs, CUTS) if result is None else result
+        return operand.map_blocks(move, tuple(size[d] for d in dims))
+
+    return _or_values(with_operands(w, moved, size, out.stride()), func, args, kwargs)
 
 
 @implements(aten.index_select.default)
@@ -136,9 +141,8 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
     w, repeats = args
     out = outer(func, w, args, kwargs)
     size, fresh = tuple(out.shape), out.dim() - w.dim()
-    w = w.expand(*([1] * fresh), *w.shape)
-    found: dict[bool, Operand] = {}
-    for operand, dims in sides(w):
+
+    def repeated(operand: Operand, dims: list[int]) -> Operand | None:
         rows, cols = operand.format.block
         counts = [repeats[d] for d in dims]
         whole = all(
@@ -146,10 +150,12 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
             for place, block in ((-1, cols), (-2, rows))
             if len(dims) >= -place
         )
-        if rows != FULL and whole and operand.format.data_shape(operand.shape)[-1]:
-            found[dims != sorted(dims)] = operand.map_blocks(lambda t: t.repeat(counts), tuple(size[d] for d in dims))  # noqa: B023
-    result = assemble(w, found.get(False), found.get(True), size, out.stride())
-    return read(func, args, kwargs, CUTS) if result is None else result
+        if rows == FULL or not whole or not operand.format.data_shape(operand.shape)[-1]:
+            return None
+        return operand.map_blocks(lambda t: t.repeat(counts), tuple(size[d] for d in dims))
+
+    w = w.expand(*([1] * fresh), *w.shape)
+    return _or_values(with_operands(w, repeated, size, out.stride()), func, args, kwargs)
 
 
 def _matrices(t: Tensor, index: Tensor) -> Tensor:
@@ -163,13 +169,15 @@ def _matrices(t: Tensor, index: Tensor) -> Tensor:
 
 def _picked(w: MXTensor, index: Tensor) -> MXTensor | None:
     """Matrices of a stack, such as those of the experts of each token; None if all share one scale."""
-    size, found = (index.shape[0], *w.shape[1:]), dict[bool, Operand]()
-    for operand, dims in sides(w):
-        if operand.format.block[0] != FULL:
-            found[dims != sorted(dims)] = operand.map_blocks(
-                lambda t: on_bytes(t, lambda raw: _matrices(raw, index)), tuple(size[d] for d in dims)
-            )
-    return assemble(w, found.get(False), found.get(True), size, contiguous_stride(size))
+    size = (index.shape[0], *w.shape[1:])
+
+    def picked(operand: Operand, dims: list[int]) -> Operand | None:
+        if operand.format.block[0] == FULL:
+            return None
+        shape = tuple(size[d] for d in dims)
+        return operand.map_blocks(lambda t: on_bytes(t, lambda raw: _matrices(raw, index)), shape)
+
+    return with_operands(w, picked, size, contiguous_stride(size))
 
 
 @implements(aten.index.Tensor)
@@ -180,8 +188,7 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
         return read(func, args, kwargs)  # type: ignore[no-any-return]
     first = indices[0] if len(indices) == 1 else None
     if w.dim() == 3 and first is not None and first.dim() == 1 and first.dtype in (torch.int64, torch.int32):
-        matrices = _picked(w, first)
-        return read(func, args, kwargs, CUTS) if matrices is None else matrices
+        return _or_values(_picked(w, first), func, args, kwargs)
     operand = w._rowwise
     used = sum(i.dim() if i is not None and i.dtype in (torch.bool, torch.uint8) else 1 for i in indices)
     trailing = 1 if w.format.block[0] == 1 else 2
@@ -207,23 +214,24 @@ def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
     out = outer(func, w, args, kwargs)
     if not any(pad):
         return w.clone()  # type: ignore[no-any-return]
+    if value != 0 or min(pad) < 0:
+        return read(func, args, kwargs, CUTS)  # type: ignore[no-any-return]
     zero_scale = 1.0 if w.format.scale.dtype is torch.float32 else 0
     ends = {w.dim() - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}
-    found: dict[bool, Operand] = {}
-    for operand, dims in sides(w) if value == 0 and min(pad) >= 0 else ():
+
+    def padded(operand: Operand, dims: list[int]) -> Operand | None:
         blocks = {len(dims) - 1: operand.format.block[1], len(dims) - 2: operand.format.block[0]}
         before = [ends.get(d, (0, 0))[0] for d in dims]
         if FULL in operand.format.block or any(n for i, n in enumerate(before) if blocks.get(i, 1) != 1):
-            continue
+            return None
         shape = tuple(out.shape[d] for d in dims)
 
-        def grow(t: Tensor, target: tuple[int, ...], fill: float, before: list[int] = before) -> Tensor:
+        def grow(t: Tensor, target: tuple[int, ...], fill: float) -> Tensor:
             spans = [n for i in reversed(range(t.dim())) for n in (before[i], target[i] - t.shape[i] - before[i])]
             return on_bytes(t, lambda raw: F.pad(raw, spans, value=fill))
 
         data = operand.data if shape[-1] == operand.shape[-1] else clear_padding(operand)
         data = grow(data, operand.format.data_shape(shape), 0)
-        scale = grow(operand.scale, operand.format.scale_shape(shape), zero_scale)
-        found[dims != sorted(dims)] = operand.with_blocks(data, scale, shape)
-    result = assemble(w, found.get(False), found.get(True), tuple(out.shape), out.stride())
-    return read(func, args, kwargs, CUTS) if result is None else result
+        return operand.with_blocks(data, grow(operand.scale, operand.format.scale_shape(shape), zero_scale), shape)
+
+    return _or_values(with_operands(w, padded, tuple(out.shape), out.stride()), func, args, kwargs)
