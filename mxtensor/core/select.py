@@ -88,12 +88,13 @@ def choose(
 ) -> Kernel:
     """The kernel of ``plan_for``, logged. Raises NotImplementedError with every refusal if none accepts."""
     plan = plan_for(candidates, spec, *operands, prefer=prefer, facts=facts)
-    _accepted(plan)
-    record(spec, plan.kernel.name, plan.refusals)  # type: ignore[union-attr]
-    return plan.kernel  # type: ignore[return-value]
+    kernel = _accepted(plan)
+    record(spec, kernel.name, plan.refusals)
+    return kernel
 
 
 def _accepted(plan: Plan) -> Kernel:
+    """The kernel of a plan. Raises NotImplementedError with every refusal if there is none."""
     if plan.kernel is not None:
         return plan.kernel
     spec, why = plan.spec, "; ".join(f"{name}: {reason}" for name, reason in plan.refusals.items())

@@ -10,11 +10,6 @@ from .compat import dispatch_mode_count, is_ephemeral, is_functorch_wrapped_tens
 from .recording import active
 
 
-def is_recorded() -> bool:
-    """Whether ``torch.jit.trace`` is recording: it sees ops, and no write to memory."""
-    return is_jit_tracing()
-
-
 def refuse_torchscript(what: str) -> None:
     """Raise NotImplementedError: TorchScript would save the storage of the tensor ``what``, which it does not have."""
     raise NotImplementedError(
@@ -23,8 +18,8 @@ def refuse_torchscript(what: str) -> None:
     )
 
 
-def refuse_recording(what: str) -> None:
-    """Raise NotImplementedError while ``torch.jit.trace`` is recording; ``what`` is the tensor."""
+def refuse_jit_trace(what: str) -> None:
+    """Raise NotImplementedError while ``torch.jit.trace`` runs; ``what`` is the tensor."""
     if is_jit_tracing():
         refuse_torchscript(what)
 

@@ -18,7 +18,7 @@ from ..core.repeated import DEVICES
 from ..core.select import is_observed
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import torch_autocasts
-from ..core.tracing import is_captured, is_traced, refuse_recording
+from ..core.tracing import is_captured, is_traced, refuse_jit_trace
 from ..kernels.gemm import select
 from ..kernels.gemm.spec import GemmArgs
 from ..numerics.operand import Operand
@@ -73,7 +73,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
     """
     matrix = type(weight) is MXTensor and weight.dim() == 2 and input.dim() > 0 and not out
     if not matrix or not _runs_whole(input, weight, bias):
-        refuse_recording("an MXTensor")
+        refuse_jit_trace("an MXTensor")
         if not out and (has_other_layout(input) or has_other_layout(weight)):
             return read(aten.linear.default, (input, weight, bias), {}, OTHER_LAYOUT)  # type: ignore[no-any-return]
         return F.linear(input, weight, bias, **out)

@@ -1,7 +1,6 @@
-"""What Dynamo knows of the classes of this package: what it traces when a function reads an attribute, such as
-``w.rowwise.data``, of an MXTensor made in its graph, and what it does not compile.
+"""Attributes of an MXTensor that a compiled graph has made, such as ``w.rowwise.data``: what Dynamo traces for each.
 
-A graph knows the tensors that ``__tensor_flatten__`` names. The readers build everything else from them.
+A graph has the tensors that ``__tensor_flatten__`` names. The readers build everything else from them.
 """
 
 from __future__ import annotations
@@ -38,25 +37,25 @@ def _rotated(w: Any) -> Rotated:
     return Rotated(Operand(w._inner_rotated_data, w._inner_rotated_scale, global_scale, format, shape), w._signs)
 
 
-def _readers(kind: type[Tensor]) -> dict[str, Callable[[Any], Any]]:
+def readers_of(kind: type[Tensor]) -> dict[str, Callable[[Any], Any]]:
     """Attribute -> its reader: the stored operands, and every property that reads them."""
     ours = [base for base in reversed(kind.__mro__) if issubclass(base, Tensor) and base is not Tensor]
     found = {name: value for base in ours for name, value in vars(base).items() if isinstance(value, property)}
     readers = {
         name: value.fget for name, value in found.items() if value.fget and not name.startswith(("_inner_", "_signs"))
     }
-    return readers | {
-        "_rowwise": _rowwise, "_columnwise": _columnwise, "_rotated": _rotated,
-    }  # fmt: skip
+    return readers | {"_rowwise": _rowwise, "_columnwise": _columnwise, "_rotated": _rotated}
 
 
-def tell_dynamo(kind: type[Tensor], recipe: str = "recipe") -> None:
-    """Let Dynamo trace the attributes of ``kind`` (``recipe``: that of its LinearRecipe) once the compiler is imported,
-    and let it leave alone the rules of ``kind``, which eager code runs between two graphs.
+def tell_dynamo(
+    kind: type[Tensor], readers: dict[str, Callable[[Any], Any]], constants: tuple[str, ...] = ("recipe", "_signs")
+) -> None:
+    """Let Dynamo read attributes of ``kind`` in a graph: by ``readers``, or as ``constants``; and let it not compile
+    the rules of ``kind``, which eager code runs between two graphs.
 
-    ``__tensor_flatten__`` installs the first: Dynamo asks it about each tensor of a graph, before anybody reads an
-    attribute. Without the second, Dynamo compiles a rule as if it were a function of the user.
+    ``__tensor_flatten__`` installs the first when the compiler is imported: Dynamo asks it about each tensor of a
+    graph, before anybody reads an attribute. Without the second, Dynamo compiles a rule as if it were a function of the
+    user.
     """
-    readers, constants = (_readers(kind), (recipe, "_signs")) if recipe == "recipe" else ({}, (recipe,))
     when_imported("torch._dynamo.variables.tensor", lambda: hook_graph_attributes(kind, readers, constants))
     run_rules_uncompiled(kind)

@@ -26,7 +26,7 @@ from ..core.fingerprint import COMPILATION, fingerprint
 from ..core.names import dtype_name
 from ..core.select import forced_kernel
 from ..core.shapes import contiguous_stride, readable_size, swapped
-from ..core.tracing import constants_of, is_traced, refuse_recording
+from ..core.tracing import constants_of, is_traced, refuse_jit_trace
 from ..core.when_imported import PENDING, install_pending, when_imported
 from ..numerics.formats import Format, Orientation
 from ..numerics.operand import Operand, Rotated, transposed
@@ -36,7 +36,7 @@ from ..recipe.rows import recipe_to_row
 from .attributes import KeepsAttributes, parameter_of, refuse_attributes
 from .dequantized_view import Link
 from .fsdp import GatheredByFSDP2
-from .graph_attributes import tell_dynamo
+from .graph_attributes import readers_of, tell_dynamo
 from .makers import Makers
 from .pickles import KINDS, Pickled
 from .stored import check_rotated, operand_of, rotated_shape
@@ -114,7 +114,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
             return parameter_of(rowwise, requires_grad, attributes)
         if attributes:
             refuse_attributes("MXTensor", attributes)
-        refuse_recording("an MXTensor")
+        refuse_jit_trace("an MXTensor")
         if not checked:
             if rowwise is not None and not isinstance(rowwise, Operand):
                 raise TypeError(
@@ -131,18 +131,17 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
             rowwise, columnwise, size, stride = check_outer(
                 rowwise, columnwise, recipe.stored.format, dtype, size, stride, offset
             )
-        operands = rowwise if rowwise is not None else columnwise
-        operands = operands if operands is not None or rotated is None else rotated.operand
-        assert isinstance(operands, Operand) and recipe is not None and dtype is not None
+        stored = rowwise or columnwise or (None if rotated is None else rotated.operand)
+        assert isinstance(stored, Operand) and recipe is not None and dtype is not None
         if size is None:
-            size = operands.shape if rowwise is not None else swapped(operands.shape)
+            size = stored.shape if rowwise is not None else swapped(stored.shape)
         self: MXTensor = make_wrapper_subclass(
             cls,
             size,
             strides=contiguous_stride(size) if stride is None else stride,
             storage_offset=offset,
             dtype=dtype,
-            device=operands.data.device,
+            device=stored.data.device,
             requires_grad=requires_grad,
         )
         self._rowwise, self._columnwise, self.recipe = rowwise, columnwise, recipe  # type: ignore[assignment]
@@ -315,7 +314,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = FUNCTION_TABLE.get(func)
         if func is not torch.nn.functional.linear:  # whose rule checks it where that takes no time
-            refuse_recording("an MXTensor")
+            refuse_jit_trace("an MXTensor")
         with disable_subclass_torch_function():
             return (rule or func)(*args, **(kwargs or {}))
 
@@ -345,6 +344,6 @@ def _transposed(operand: Operand | None) -> Operand | None:
 
 
 KINDS["MXTensor"] = MXTensor
-tell_dynamo(MXTensor)
+tell_dynamo(MXTensor, readers_of(MXTensor))
 when_imported("torch._functorch._aot_autograd.runtime_wrappers", lambda: hook_unwrapping(MXTensor))
 when_imported("torch._dynamo.guards", lambda: hook_guards(MXTensor))

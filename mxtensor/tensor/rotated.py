@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.compat import disable_subclass_torch_function
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
-from ..core.tracing import is_traced, refuse_recording
+from ..core.tracing import is_traced, refuse_jit_trace
 from ..core.when_imported import PENDING, install_pending
 from ..kernels.quantize.hadamard import quantize_rotated, rotated_back
 from ..kernels.quantize.select import dequantize_operand
@@ -22,7 +22,7 @@ from ..numerics.formats import Orientation
 from ..numerics.operand import Operand, Rotated
 from ..recipe.linear_recipe import LinearRecipe
 from .dequantized_view import DequantizedView
-from .graph_attributes import tell_dynamo
+from .graph_attributes import readers_of, tell_dynamo
 from .mxtensor import ROTATED, MXTensor
 from .pickles import KINDS
 from .stored import check_rotated, operand_of, rotated_shape
@@ -120,7 +120,7 @@ class RotatedTensor(MXTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = None if func in _FUNCTIONS_WITH_OPERANDS else FUNCTION_TABLE.get(func)
-        refuse_recording("an MXTensor")
+        refuse_jit_trace("an MXTensor")
         with disable_subclass_torch_function():
             return (rule or func)(*args, **(kwargs or {}))
 
@@ -137,4 +137,4 @@ class RotatedTensor(MXTensor):
 
 
 KINDS["RotatedTensor"] = RotatedTensor
-tell_dynamo(RotatedTensor)
+tell_dynamo(RotatedTensor, readers_of(RotatedTensor))

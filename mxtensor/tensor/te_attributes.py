@@ -89,15 +89,7 @@ class TransformerEngineAttributes(TorchAOAttributes):
         """The rowwise codes as uint8; None if they are not stored."""
         return _codes(self.rowwise)
 
-    @property
-    def _rowwise_data(self: Any) -> Tensor | None:
-        """The rowwise codes as uint8; None if they are not stored."""
-        return _codes(self.rowwise)
-
-    @property
-    def _rowwise_scale_inv(self: Any) -> Tensor | None:
-        """The rowwise scales, by which codes are multiplied; None if they are not stored."""
-        return None if self.rowwise is None else self.rowwise.scale
+    _rowwise_data, _rowwise_scale_inv = _data, _scale_inv
 
     @property
     def _columnwise_data(self: Any) -> Tensor | None:

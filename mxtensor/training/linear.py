@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.compat import disable_torch_function, is_exporting, nonstrict_trace
+from ..core.compat import disable_torch_function, is_exporting, is_jit_tracing, nonstrict_trace
 from ..core.names import dtype_name
 from ..core.select import dispatch_context, forced_kernel, restore_context
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
-from ..core.tracing import is_recorded
 from ..numerics.groups import Groups
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import recipe_by_key
@@ -113,7 +112,7 @@ def _warn_of_export() -> None:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if is_recorded():
+    if is_jit_tracing():
         raise NotImplementedError(
             "linear: torch.jit.trace cannot record a layer that trains quantized; use torch.export or torch.compile, "
             "or trace a model that was quantized for inference"

@@ -339,5 +339,5 @@ WEIGHT_FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 WEIGHT_FUNCTIONS[Tensor.data_ptr] = _address
 
 
-tell_dynamo(TrainingWeight, "linear_recipe")
+tell_dynamo(TrainingWeight, {}, constants=("linear_recipe",))
 after_import("torch.distributed.checkpoint._state_dict_stager", lambda: hook_staging(MXTensor, TrainingWeight))
