@@ -45,13 +45,13 @@ def empty_like(t: MXTensor, **options: Any) -> Tensor:
     Raises NotImplementedError for such a buffer, on every rank, if the shards would not store the same orientations.
     """
     frame = distributed_caller("tensor.placement_types")
-    components = [] if frame is None else frame.f_locals.get("scatter_list", [])
-    if not components:
+    shards = [] if frame is None else frame.f_locals.get("scatter_list", [])
+    if not shards:
         return torch.empty_like(t, **options)
-    first = tuple(p.shape for p in t.components)
-    if not all(isinstance(p, MXTensor) and tuple(q.shape for q in p.components) == first for p in components):
+    shapes = tuple(component.shape for component in t.components)
+    if not all(isinstance(s, MXTensor) and tuple(c.shape for c in s.components) == shapes for s in shards):
         raise NotImplementedError(
-            f"an MXTensor in {t.format} does not divide into {len(components)} shards that store the same, such as "
+            f"an MXTensor in {t.format} does not divide into {len(shards)} shards that store the same, such as "
             f"{tuple(t.shape)} {t.copies.label}; use a mesh of fewer ranks, store one orientation, or pad the layer"
         )
     return t.map_components(lambda component: component.new_empty(component.shape))
@@ -64,7 +64,7 @@ def _component(value: Any, i: int) -> Any:
     return value.components[i].reshape(-1).view(torch.uint8) if isinstance(value, MXTensor) else value
 
 
-def sent(func: Any, args: Any, kwargs: Any) -> Any:
+def send_components(func: Any, args: Any, kwargs: Any) -> Any:
     """A collective of MXTensors, component by component; the ``Work`` of the last one stands for all.
 
     NCCL returns no ``Work`` for a synchronous collective: it runs on the current stream.
@@ -84,4 +84,4 @@ def sent(func: Any, args: Any, kwargs: Any) -> Any:
 if dist.is_available():
     from torch.distributed.distributed_c10d import Work
 
-    implements(torch.ops.c10d.broadcast_.default, torch.ops.c10d.scatter_.default)(sent)
+    implements(torch.ops.c10d.broadcast_.default, torch.ops.c10d.scatter_.default)(send_components)

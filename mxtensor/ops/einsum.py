@@ -37,7 +37,10 @@ def _matrix_form(equation: str, x: Tensor, w: MXTensor) -> tuple[str, str, str, 
 
 
 def _einsum(equation: str, x: Tensor, w: MXTensor) -> Tensor:
-    """Permute both sides to (batch, rows, contracted) and (batch, contracted, columns) and multiply."""
+    """Permute both sides to (batch, rows, contracted) and (batch, contracted, columns) and multiply.
+
+    Raises ValueError, with the reason for the log, if the equation is not one product or no operand can be used.
+    """
     form = _matrix_form(equation, x, w)
     if form is None:
         raise ValueError("not one product")

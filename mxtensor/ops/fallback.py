@@ -24,11 +24,8 @@ from ..tensor.dequantized_view import Decoded, DequantizedView, View
 from ..tensor.mxtensor import MXTensor
 from .inplace import write_back
 
-REFUSED: dict[Any, str] = {}
-"""aten overload -> why no result would be right, and the way out."""
-
 aten = torch.ops.aten
-REFUSED |= {
+REFUSED: dict[Any, str] = {
     aten.view.dtype: "its bytes are codes and scales, not values of another dtype; use .rowwise.data for the codes "
     "(accelerate stores plain values on the disk: use its cpu_offload)",
     aten.resize_.default: "its blocks cannot store more values; use torch.nn.functional.pad and quantize again",
@@ -36,6 +33,11 @@ REFUSED |= {
 }
 for _overload in aten.set_.overloads():
     REFUSED[getattr(aten.set_, _overload)] = "its storage is codes and scales; use copy_() to write other values"
+"""aten overload -> why no result would be right, and the way out."""
+REFUSED_NAMESPACES = {
+    "c10d": "it would move a copy of the values; use dequantize() and quantize again, or move each of .components",
+}
+"""The same for all ops of a namespace: the schemas of collectives do not say what they write."""
 
 
 def keeps_size(func: Any, args: Any) -> bool:
@@ -43,12 +45,6 @@ def keeps_size(func: Any, args: Any) -> bool:
     if func is aten.resize_as_.default:
         return bool(args[0].shape == args[1].shape)
     return func is aten.resize_.default and tuple(args[0].shape) == tuple(args[1])
-
-
-REFUSED_NAMESPACES = {
-    "c10d": "it would move a copy of the values; use dequantize() and quantize again, or move each of .components",
-}
-"""The same for all ops of a namespace: the schemas of collectives do not say what they write."""
 
 
 def written(func: Any) -> set[str]:

@@ -101,6 +101,7 @@ def _views(w: MXTensor, target: Target) -> list[MXTensor]:
     Its offset counts the values of the outer tensor, like the offset of a slice, or the codes that a graph has
     returned. The two are mostly equal; they differ if codes are stored transposed, after others, or with padding.
     """
+    # (start in each dimension, the operand whose codes the offset counts; None: it counts values)
     readings: list[tuple[list[int], Operand | None]] = [([0] * w.dim(), None)]
     if target.offset is not None:
         before: Any = target.offset - w.storage_offset()
@@ -112,13 +113,13 @@ def _views(w: MXTensor, target: Target) -> list[MXTensor]:
             starts[dims[-1]] = starts[dims[-1]] // size * values
             readings.append((starts, operand))
     found: list[tuple[list[int], MXTensor]] = []  # with its starts, which may be symbols: they have no hash
-    for starts, operands in readings:
+    for starts, read in readings:
         for piece, make in (_slices(w, starts, target), _rows(w, starts, target)):
-            # a reading by the codes of an operand is for views that have this operand
-            if piece is not None and (operands is None or (operands is w._rowwise) == (piece._rowwise is not None)):
-                out = make(piece)
-                if out is not None and all(starts != other for other, _ in found):
-                    found.append((starts, out))
+            if piece is None or (read is not None and (read is w._rowwise) != (piece._rowwise is not None)):
+                continue  # codes of an operand are read for views that have this operand
+            out = make(piece)
+            if out is not None and all(starts != other for other, _ in found):
+                found.append((starts, out))
     return [out for _, out in found]
 
 
