@@ -17,7 +17,8 @@ from ..core.arguments import described
 from ..core.autograd import mode_of_views
 from ..core.compat import tree_flatten, tree_unflatten
 from ..core.dispatch import FALLBACK, arguments_of, implements_function, refuse_if_strict
-from ..core.explain import Entry, measure, record
+from ..core.entry import Entry
+from ..core.explain import measure, record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
 from ..tensor.dequantized_view import Decoded, DequantizedView, View

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..core.compat import forget_graphs
 from ..core.dispatch import implements, implements_function, refuse_if_strict
-from ..core.explain import Entry, measure, record
+from ..core.entry import Entry
+from ..core.explain import measure, record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
 from ..core.writes import has_no_memory, note_write

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.core.explain import Entry
+from mxtensor.core.entry import Entry
 from mxtensor.core.kernel import Kernel, Spec
 from mxtensor.core.plan import PLANS
 from mxtensor.core.select import choose, perform, plan_for

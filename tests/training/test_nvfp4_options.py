@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.core.explain import describe_operand
+from mxtensor.core.kernel import describe_operand
 from mxtensor.kernels.gemm.spec import FakeQuantized
 from mxtensor.numerics.reference import decode, encode
 from mxtensor.recipe import NVFP4BlockScaling
