@@ -121,7 +121,7 @@ def test_memory_of_launches_alone_is_one_allocation():
     (a, first), (first_too, second), (second_too, third, result), (third_too, summed) = seen
     assert (first, second) == (first_too, second_too) and third == third_too + 4 and a == x.data_ptr()
     assert third_too == first and second == first + 2560 and result == out.data_ptr()  # 2400 bytes, to whole 512
-    assert program.source.count("empty") <= 1 and not first <= summed < second + 512
+    assert program.source.count("empty") <= 1 and not first <= summed < second + 20  # bytes of the second
 
 
 def test_memory_that_two_views_share_is_allocated_once():
