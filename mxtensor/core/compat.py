@@ -267,6 +267,9 @@ def cpu_multiplies_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and ask is not None and bool(ask())
 
 
+# ---------------------------------------------------------------------------------------------- distributed, compiled
+
+
 def finished_work() -> Any:
     """The ``Work`` of a collective that is over, as rules of c10d ops return it.
 

@@ -77,9 +77,9 @@ def geometry(t: Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.stride(), t.dtype
 
 
-def _is_dense(of: tuple[Any, ...]) -> bool:
+def _is_dense(geometry: tuple[Any, ...]) -> bool:
     """Whether a tensor of this geometry fills its memory, each value once."""
-    shape, stride, _ = of
+    shape, stride, _ = geometry
     step = 1
     for size, distance in sorted(zip(shape, stride, strict=True), key=lambda one: one[1]):
         if size != 1:
@@ -89,8 +89,9 @@ def _is_dense(of: tuple[Any, ...]) -> bool:
     return True
 
 
-def _bytes(of: tuple[Any, ...]) -> int:
-    return math.prod(of[0]) * of[2].itemsize  # type: ignore[no-any-return]
+def _bytes(geometry: tuple[Any, ...]) -> int:
+    shape, _, dtype = geometry
+    return math.prod(shape) * dtype.itemsize  # type: ignore[no-any-return]
 
 
 def _fills(view: Node, memory: Node) -> bool:
@@ -101,13 +102,16 @@ def _fills(view: Node, memory: Node) -> bool:
 
 
 def without_first_views(nodes: Sequence[Node], results: set[int]) -> tuple[list[Node], dict[int, int]]:
-    """The nodes, where memory that is used as one view only, and by launches, is allocated as that view; and the
-    tensors that are now another one."""
+    """The nodes without views that are all that is used of an allocation: it is then allocated with the geometry of its
+    view. And tensor -> the tensor that replaces it, for each such view.
+
+    Launches take addresses, so that they may use the allocation too.
+    """
     memory: dict[int, Node] = {}
-    """Allocations by the tensor that they make, by now."""
+    """Tensor -> the node that allocates it."""
     users = Counter(at for node in nodes if not node.is_launch for at in _uses(node))
     users.update(results)
-    now: dict[int, int] = {}
+    replaced: dict[int, int] = {}
     out = []
     for node in nodes:
         if node.is_allocation:
@@ -117,10 +121,10 @@ def without_first_views(nodes: Sequence[Node], results: set[int]) -> tuple[list[
             if base is not None and users[node.args[0].at] == 1 and _fills(node, base):
                 base.geometry = node.geometry
                 memory[node.results.at] = base
-                now[node.results.at] = base.results.at
+                replaced[node.results.at] = base.results.at
                 continue
         out.append(node)
-    return out, now
+    return out, replaced
 
 
 class Program:
@@ -144,9 +148,9 @@ class Program:
 class _Writer:
     """Writes the source of a program."""
 
-    def __init__(self, now: dict[int, int], shared: dict[int, int]) -> None:
-        self.now = now
-        """Tensor -> the one that it is by now."""
+    def __init__(self, replaced: dict[int, int], shared: dict[int, int]) -> None:
+        self.replaced = replaced
+        """Tensor -> the tensor that replaces it (``without_first_views``)."""
         self.shared = shared
         """Tensor -> bytes from the start of the memory that several share."""
         self.names: dict[str, Any] = {}
@@ -164,7 +168,7 @@ class _Writer:
     def text(self, x: Any) -> str:
         """An argument, tensors by their names."""
         if isinstance(x, Value):
-            return f"v{self.now.get(x.at, x.at)}"
+            return f"v{self.replaced.get(x.at, x.at)}"
         if type(x) in (tuple, list):
             inside = "".join(f"{self.text(one)}, " for one in x)
             return f"({inside})" if type(x) is tuple else f"[{inside}]"
@@ -242,12 +246,12 @@ def without_unused(nodes: Sequence[Node], results: Sequence[Value | None]) -> li
     return out[::-1]
 
 
-def _shared_memory(nodes: Sequence[Node], needed: set[int], now: dict[int, int]) -> tuple[dict[int, int], int]:
+def _shared_memory(nodes: Sequence[Node], needed: set[int], replaced: dict[int, int]) -> tuple[dict[int, int], int]:
     """(tensor -> its place in the memory that several share, size of that memory), for those that launches alone use.
 
     Launches of one stream come one after the other, so that memory is free after the last that uses it.
     """
-    elsewhere = {now.get(at, at) for node in nodes if not node.is_launch for at in _uses(node)} | needed
+    elsewhere = {replaced.get(at, at) for node in nodes if not node.is_launch for at in _uses(node)} | needed
     sizes = {
         node.results.at: _bytes(node.geometry)
         for node in nodes
@@ -255,7 +259,7 @@ def _shared_memory(nodes: Sequence[Node], needed: set[int], now: dict[int, int])
     }
     needs: dict[int, Need] = {}
     for i, node in enumerate(nodes):
-        for at in {now.get(at, at) for at in _uses(node)} & sizes.keys():
+        for at in {replaced.get(at, at) for at in _uses(node)} & sizes.keys():
             needs[at] = needs.get(at, Need(i, i, sizes[at]))._replace(last=i)
     if len(needs) < 2:
         return {}, 0
@@ -268,26 +272,26 @@ def program_of(
 ) -> Program:
     """The program of ``nodes``, without steps whose results are not needed. Memory is freed after its last use, except
     for temporary memory of launches, which is one allocation."""
-    nodes, now = without_first_views(
+    nodes, replaced = without_first_views(
         without_unused(nodes, results), {value.at for value in results if value is not None}
     )
-    needed = {now.get(value.at, value.at) for value in results if value is not None}
-    shared, size = _shared_memory(nodes, needed, now)
+    needed = {replaced.get(value.at, value.at) for value in results if value is not None}
+    shared, size = _shared_memory(nodes, needed, replaced)
     steps: list[tuple[Node, set[int]]] = []
     """From the end, each with the tensors that it is the last to need."""
     for node in reversed(nodes):
-        uses = {now.get(at, at) for at in _uses(node)}
+        uses = {replaced.get(at, at) for at in _uses(node)}
         made = {value.at for value in _values(node.results)}
         steps.append((node, (uses | made) - needed))
         needed |= uses
     arguments = {value.at for value in inputs if value is not None}
-    writer = _Writer(now, shared)
+    writer = _Writer(replaced, shared)
     if shared:
         memory = f"{writer.name(torch.empty)}({size}, dtype={writer.name(torch.uint8)}, device={writer.name(device)})"
         writer.lines += [f"memory = {memory}", "shared = memory.data_ptr()"]
-    for node, over in reversed(steps):
+    for node, last_used in reversed(steps):
         writer.write(node, needed)
-        unused = sorted(at for at in over - arguments if at in needed and at not in shared)
+        unused = sorted(at for at in last_used - arguments if at in needed and at not in shared)
         writer.lines += [f"del {', '.join(f'v{at}' for at in unused)}"] if unused else []
     names = [f"v{value.at}" if value is not None else f"_{i}" for i, value in enumerate(inputs)]
     lines = [*writer.lines, f"return {writer.text(tuple(results))}"]

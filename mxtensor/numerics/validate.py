@@ -117,30 +117,44 @@ def check_components(
             f"{format} of shape {tuple(shape)}: scale must have shape {format.scale_shape(shape)} (one for a block of "
             f"{'x'.join('all' if b < 0 else str(b) for b in format.block)}), got {tuple(scale.shape)}"
         )
+    _check_global_scale(format, global_scale)
+    _check_memory(format, {"data": data, "scale": scale, "global_scale": global_scale}, no_overlap)
+    data, scale = data.detach().view(element.dtype), scale.detach().view(format.scale.dtype)
+    return Operand(data, scale, None if global_scale is None else global_scale.detach().reshape(()), format, shape)
+
+
+def _check_global_scale(format: Format, global_scale: Any) -> None:
+    """Raise unless it is one float32 for a format that has a global scale, and None for the others."""
     if format.global_scale != (global_scale is not None):
         need = "needs a float32 global_scale" if format.global_scale else "has no global_scale"
         raise ValueError(f"{format} {need}")
-    if global_scale is not None:
-        if not isinstance(global_scale, Tensor) or global_scale.dtype != torch.float32 or global_scale.numel() != 1:
-            got = _short(global_scale)
-            if isinstance(global_scale, Tensor):
-                got = f"{dtype_name(global_scale.dtype)} {tuple(global_scale.shape)}"
-            raise TypeError(f"{format}: global_scale must be one float32, got {got}")
-        check_tensor(f"{format}: global_scale", global_scale, torch.float32)
-    named = (("data", data), ("scale", scale), ("global_scale", global_scale))
-    for name, t in named:
-        if t is not None and t.device != data.device:
-            raise ValueError(f"{format}: data is on {data.device}, {name} on {t.device}")
-    if not is_traced(data, scale, global_scale):
-        for name, t in named:
-            if t is not None and not has_memory(t):
-                raise ValueError(f"{format}: the storage of {name} {tuple(t.shape)} was freed or is too short")
-            if t is not None and no_overlap and not is_non_overlapping(t.shape, t.stride()):
-                raise ValueError(
-                    f"{format}: entries of {name} share memory (shape {tuple(t.shape)}, strides {t.stride()}); clone it"
-                )
-    data, scale = data.detach().view(element.dtype), scale.detach().view(format.scale.dtype)
-    return Operand(data, scale, None if global_scale is None else global_scale.detach().reshape(()), format, shape)
+    if global_scale is None:
+        return
+    if not isinstance(global_scale, Tensor) or global_scale.dtype != torch.float32 or global_scale.numel() != 1:
+        got = _short(global_scale)
+        if isinstance(global_scale, Tensor):
+            got = f"{dtype_name(global_scale.dtype)} {tuple(global_scale.shape)}"
+        raise TypeError(f"{format}: global_scale must be one float32, got {got}")
+    check_tensor(f"{format}: global_scale", global_scale, torch.float32)
+
+
+def _check_memory(format: Format, tensors: Mapping[str, Tensor | None], no_overlap: bool) -> None:
+    """Raise ValueError unless all are on one device and their storages hold them. ``no_overlap``: see
+    ``check_components``."""
+    present = {name: t for name, t in tensors.items() if t is not None}
+    device = present["data"].device
+    for name, t in present.items():
+        if t.device != device:
+            raise ValueError(f"{format}: data is on {device}, {name} on {t.device}")
+    if is_traced(*present.values()):
+        return
+    for name, t in present.items():
+        if not has_memory(t):
+            raise ValueError(f"{format}: the storage of {name} {tuple(t.shape)} was freed or is too short")
+        if no_overlap and not is_non_overlapping(t.shape, t.stride()):
+            raise ValueError(
+                f"{format}: entries of {name} share memory (shape {tuple(t.shape)}, strides {t.stride()}); clone it"
+            )
 
 
 def check_operand(what: str, operand: Any, no_overlap: bool) -> Operand:
