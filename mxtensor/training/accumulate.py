@@ -29,8 +29,8 @@ from .stack_operands import has_own_scales
 from .training_weight import values_of
 
 
-class Cast(NamedTuple):
-    """The rowwise and the columnwise operand of a weight, as tensors and how to read them."""
+class WeightOperands(NamedTuple):
+    """The rowwise and the columnwise operand of a weight, as tensors and how to read them. A program takes tensors."""
 
     row: SavedOperand
     column: SavedOperand
@@ -42,28 +42,32 @@ class Cast(NamedTuple):
         return self.row.gemm_operand(tensors), self.column.gemm_operand(tensors)
 
     @classmethod
-    def of(cls, row: Any, column: Any) -> Cast:
+    def of(cls, row: Any, column: Any) -> WeightOperands:
         """The tensors of two operands."""
         (row, first), (column, second) = saved(row), saved(column)
         return cls(row, column, (*first, *second))
 
 
 class _Store:
-    """The casts of one block, by weight and kind of product. Threads of autograd share it with the one of the block."""
+    """The operands of one block, by weight and kind of product. Threads of autograd share it with the one of the
+    block."""
 
     def __init__(self) -> None:
-        self._casts: dict[Hashable, tuple[weakref.ref[Tensor], int, Cast]] = {}
+        self._operands: dict[Hashable, tuple[weakref.ref[Tensor], int, WeightOperands]] = {}
 
-    def get(self, weight: Tensor, kind: Hashable, make: Callable[[], Cast]) -> Cast:
-        """The cast of a weight, made by ``make`` unless there is one of the same version. Writes count at the weight:
-        torch counts none of those that reach the tensor inside. A view, such as the transpose of a stack, is a new
-        tensor in each call: it is known by the parameter that it views, and counts its writes."""
+    def get(self, weight: Tensor, kind: Hashable, make: Callable[[], WeightOperands]) -> WeightOperands:
+        """The operands of a weight: those that are stored if they are of its version, else what ``make`` gives.
+
+        Writes count at the weight: torch counts none of those that reach the tensor inside. A view, such as the
+        transpose of a stack, is a new tensor in each call: it is known by the parameter that it views, and counts its
+        writes.
+        """
         base = weight._base
         whole = weight if base is None else base
         key = id(whole), weight.shape, weight.stride(), weight.storage_offset(), kind
-        found = self._casts.get(key)
+        found = self._operands.get(key)
         if found is None or found[0]() is not whole or found[1] != weight._version:
-            found = self._casts[key] = weakref.ref(whole), weight._version, make()
+            found = self._operands[key] = weakref.ref(whole), weight._version, make()
         return found[2]
 
 
@@ -88,15 +92,15 @@ class accumulate(ContextDecorator):  # noqa: N801
         _open.pop()
 
 
-def cast_of(
+def cached_in_block(
     weight: Tensor,
     recipe: LinearRecipe,
     kind: Hashable,
     tensors: tuple[Tensor | None, ...],
-    make: Callable[[], Cast],
-) -> Cast | None:
-    """The cast of a weight in the block that is open; None: the layer casts it. ``kind`` and the recipe are all that
-    ``make`` depends on beside the weight; ``tensors`` are the other inputs of the layer."""
+    make: Callable[[], WeightOperands],
+) -> WeightOperands | None:
+    """The operands of a weight in the block that is open; None: the layer casts it. ``kind`` and the recipe are all
+    that ``make`` depends on beside the weight; ``tensors`` are the other inputs of the layer."""
     if not _open:
         return None
     values = values_of(weight)

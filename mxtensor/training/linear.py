@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from ..numerics.operand import Operand
 from ..recipe.linear_recipe import recipe_by_key
 from ..tensor.mxtensor import MXTensor
 from . import graph_ops, prepared
-from .accumulate import Cast, cast_of
+from .accumulate import WeightOperands, cached_in_block
 from .observe import OBSERVERS, LayerCall, notify
 from .operands import Scales, cached_operands
-from .passes import Inputs, Options, cast_weight, forward
+from .passes import Inputs, Options, SavedOperands, cast_weight, forward
 from .stack_operands import layout_of
 from .training_weight import values_of
 
@@ -66,8 +66,9 @@ def linear(
 
 
 def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Any, cached: Any, ends: Tensor | None
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
+    cached: tuple[Operand | None, Operand | None] | None, ends: Tensor | None,
+) -> Tensor:  # fmt: skip
     with disable_torch_function():  # an enclosing autocast has seen the call already
         _check(x, weight, bias)
         if weight.dim() == 2:
@@ -157,17 +158,32 @@ def _check_stack(x: Tensor, weight: Tensor, ends: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------- the function
 
 
-def _cast_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool, groups: Groups | None = None
-) -> Cast | None:
+def _accumulated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool, groups: Groups | None
+) -> WeightOperands | None:
     """The operands of the weight in the ``accumulate`` block that is open; None if the layer casts it."""
     rows = tuple(x.shape[:-1]) if weight.dim() > 2 else as_matrix(x).shape[0]
     kind = rows, groups is not None, x.dtype, options.dtype, need_dx, forced_kernel()
 
-    def make() -> Cast:
-        return Cast.of(*cast_weight(x, weight, options, need_dx, groups))
+    def make() -> WeightOperands:
+        return WeightOperands.of(*cast_weight(x, weight, options, need_dx, groups))
 
-    return cast_of(weight, options.linear_recipe, kind, (x, bias), make)
+    return cached_in_block(weight, options.linear_recipe, kind, (x, bias), make)
+
+
+class _Call(NamedTuple):
+    """What the backward pass of a layer gets beside its saved tensors."""
+
+    operands: SavedOperands
+    inputs: Inputs
+    options: Options
+    scales: Scales | None
+    layer: prepared.Layer | None
+    """The kind of call whose programs run; None: the general passes run."""
+    has_ends: bool
+    """Whether the last saved tensor is ``ends``."""
+    graph_weight: tuple[int, ...] | None
+    """The shape of the weight, if ``graph_ops`` runs both passes."""
 
 
 class _Linear(torch.autograd.Function):
@@ -177,25 +193,26 @@ class _Linear(torch.autograd.Function):
         cached: tuple[Operand | None, Operand | None] | None, ends: Tensor | None, trains: bool,
     ) -> Tensor:  # fmt: skip
         needs = tuple(trains and need for need in ctx.needs_input_grad[:3])
-        layer: Any = None
+        layer: prepared.Layer | None = None
+        graph_weight: tuple[int, ...] | None = None
         tensors: Sequence[Tensor]
         stacked, quantized = weight.dim() > 2, isinstance(values_of(weight), MXTensor)
         groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
         with without_autocast(x.device):
             if cached is None and graph_ops.takes(x, weight, bias, options, scales):
                 y, tensors, operands = graph_ops.forward(x, weight, bias, options, needs)
-                layer = tuple(weight.shape)
+                graph_weight = tuple(weight.shape)
             elif quantized and (stacked or cached is not None):
                 y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs, groups)
             else:
-                cast = None if cached is None else Cast.of(*cached)
-                if cast is None and (scales is None or not stacked):
-                    cast = _cast_of(x, weight, bias, options, needs[0], groups)
-                y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs, cast, ends)
+                made = None if cached is None else WeightOperands.of(*cached)
+                if made is None and (scales is None or not stacked):
+                    made = _accumulated(x, weight, bias, options, needs[0], groups)
+                y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs, made, ends)
         ctx.save_for_backward(*tensors, *(() if ends is None else (ends,)))
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
         inputs = Inputs(needs, tuple(x.shape), dtypes, stacked)
-        ctx.call = operands, inputs, options, scales, layer, ends is not None
+        ctx.call = _Call(operands, inputs, options, scales, layer, ends is not None, graph_weight)
         ctx.dispatch_context = dispatch_context()
         return y
 
@@ -204,9 +221,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # a checkpoint recomputes the layer here
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
-            operands, inputs, options, scales, layer, has_ends = ctx.call
-            if isinstance(layer, tuple):
-                found = graph_ops.backward(grad, tensors, operands, inputs, options, layer)
+            operands, inputs, options, scales, layer, has_ends, graph_weight = ctx.call
+            if graph_weight is not None:
+                found = graph_ops.backward(grad, tensors, operands, inputs, options, graph_weight)
             else:
                 ends, tensors = (tensors[-1], tensors[:-1]) if has_ends else (None, tensors)
                 found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer, ends)

@@ -24,7 +24,7 @@ from ..core.select import is_observed
 from ..core.tracing import is_captured, is_traced
 from ..kernels.runtime.triton_launch import is_watched
 from . import passes
-from .accumulate import Cast
+from .accumulate import WeightOperands
 from .operands import Scales
 from .passes import Inputs, Options, SavedOperands
 from .stack_operands import layout_of
@@ -59,15 +59,15 @@ def _is_general(*tensors: Tensor | None) -> bool:
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None, needs: tuple[bool, ...],
-    cast: Cast | None = None, ends: Tensor | None = None,
+    cached: WeightOperands | None = None, ends: Tensor | None = None,
 ) -> tuple[Tensor, Sequence[Tensor], SavedOperands, Layer | None]:  # fmt: skip
-    """``passes.forward`` of a high-precision weight, and the layer for ``backward``; None if there is none. ``cast``:
+    """``passes.forward`` of a high-precision weight, and the layer for ``backward``; None if there is none. ``cached``:
     the operands of the weight, from an earlier call. ``ends``: of the groups of rows that a stack multiplies."""
 
     def work() -> tuple[Tensor, list[Tensor], SavedOperands]:
         groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
-        cached = None if cast is None else cast.operands()
-        return passes.forward(x, weight, bias, options, scales, cached, needs, groups)
+        operands = None if cached is None else cached.operands()
+        return passes.forward(x, weight, bias, options, scales, operands, needs, groups)
 
     w = values_of(weight)
     if x.device.type not in DEVICES or _is_general(x, w, bias, ends):
@@ -77,7 +77,7 @@ def forward(
     key = (
         "layer", id(recipe), needs, options.dtype, options.save_input, kind_of(x), kind_of(w), kind_of(bias),
         kind_of(amax), kind_of(record), kind_of(ends),
-        *(() if cast is None else (cast.row, cast.column, *map(kind_of, cast.tensors))),
+        *(() if cached is None else (cached.row, cached.column, *map(kind_of, cached.tensors))),
     )  # fmt: skip
     plan = PLANS.get(key)
     if plan is None:
@@ -85,7 +85,7 @@ def forward(
         plan = Plan(spec, None, {}, Layer(), (recipe,))  # type: ignore[arg-type]
         PLANS.put(key, plan)
     layer: Layer = plan.launch  # type: ignore[assignment]
-    inputs = x, w, bias, amax, record, ends, *(() if cast is None else cast.tensors)
+    inputs = x, w, bias, amax, record, ends, *(() if cached is None else cached.tensors)
     program = layer.forward
     if program is None:
         captured = is_captured(x)

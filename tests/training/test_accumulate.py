@@ -111,7 +111,7 @@ def test_nothing_stays_after_the_block():
     with mx.accumulate():
         step(net, 0)
         store = accumulate._open[0]
-        tensors = [weakref.ref(t) for *_, cast in store._casts.values() for t in cast.tensors]
+        tensors = [weakref.ref(t) for *_, cast in store._operands.values() for t in cast.tensors]
         assert len(tensors) == 3
     net.zero_grad()
     del store
