@@ -64,19 +64,23 @@ def _number_of_experts(module: nn.Module) -> int:
     return stacks[0]
 
 
+def _local_stack(parameter: DTensor) -> Tensor:
+    """The local tensor of a parameter. One of three dimensions is marked, so that ``autocast`` knows it, and views of
+    it, as a stack of weights."""
+    part = parameter.to_local()
+    for t in (part, part._base) if part.dim() > 2 else ():
+        if t is not None:
+            setattr(t, GATHERED, True)
+    return part
+
+
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
     """Inside, the parameters of the module are the local tensors of the DTensors that they are."""
     sharded = dict(module._parameters)
     local: dict[str, Any] = {}
     for name, parameter in sharded.items():
-        local[name] = parameter
-        if isinstance(parameter, DTensor):
-            local[name] = part = parameter.to_local()
-            if part.dim() > 2:  # so that autocast knows it, and views of it, as a stack of weights
-                for t in (part, part._base):
-                    if t is not None:
-                        setattr(t, GATHERED, True)
+        local[name] = _local_stack(parameter) if isinstance(parameter, DTensor) else parameter
     module._parameters.update(local)
     try:
         yield

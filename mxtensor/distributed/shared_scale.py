@@ -91,18 +91,18 @@ def _copies(tensors: list[tuple[Tensor, TensorCasts, bool]], ranks: Ranks) -> li
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, ranks: Ranks, rows: bool,
-        dtype: torch.dtype,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, ranks: Ranks,
+        by_rows: bool, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
         prefer = Options(linear_recipe).prefer
         with disable_torch_function(), without_autocast(x.device):
-            given = [(as_matrix(x), linear_recipe.input, rows), (values_of(weight), linear_recipe.weight, True)]
+            given = [(as_matrix(x), linear_recipe.input, by_rows), (values_of(weight), linear_recipe.weight, True)]
             x_row, x_col, w_row, w_col = _copies(given, ranks)
             y = product("fprop", x_row, w_row, dtype, bias, prefer)
         x_saved, x_tensors = saved(x_col if ctx.needs_input_grad[1] else None)
         w_saved, w_tensors = saved(w_col if ctx.needs_input_grad[0] else None)
         ctx.save_for_backward(*x_tensors, *w_tensors)
-        ctx.saved, ctx.call = (x_saved, w_saved), (linear_recipe, ranks, rows, dtype, prefer, tuple(x.shape))
+        ctx.saved, ctx.call = (x_saved, w_saved), (linear_recipe, ranks, by_rows, dtype, prefer, tuple(x.shape))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.dispatch_context = dispatch_context()
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -111,13 +111,13 @@ class _Split(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, (x_saved, w_saved) = iter(ctx.saved_tensors), ctx.saved
-        linear_recipe, ranks, rows, dtype, prefer, shape = ctx.call
+        linear_recipe, ranks, by_rows, dtype, prefer, shape = ctx.call
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         dx = dw = db = None
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
             g = as_matrix(grad)
             x_col, w_col = x_saved.gemm_operand(tensors), w_saved.gemm_operand(tensors)
-            g_row, g_col = _copies([(g, linear_recipe.grad, not rows)], ranks)
+            g_row, g_col = _copies([(g, linear_recipe.grad, not by_rows)], ranks)
             if ctx.needs_input_grad[0]:
                 dx = product("dgrad", g_row, w_col, dtype, None, prefer).to(x_dtype).view(shape)
             if ctx.needs_input_grad[1]:
@@ -129,28 +129,28 @@ class _Split(torch.autograd.Function):
 
 
 def split_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Any, rows: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, linear_recipe: LinearRecipe, group: Any, by_rows: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """``x @ weight^T + bias`` by the parts of this rank, with scales that the ranks of a process group share.
 
-    x (..., K), ``weight`` (N, K) in high precision, ``bias`` (N,); result (..., N). ``rows``: the weight is split along
-    K, and x with it; the results of the ranks have to be added up. Otherwise it is split along N: x is the whole input,
-    and its gradients have to be added up.
+    x (..., K), ``weight`` (N, K) in high precision, ``bias`` (N,); result (..., N). ``by_rows``: the weight is split
+    along K, and x with it; the results of the ranks have to be added up. Otherwise it is split along N: x is the whole
+    input, and its gradients have to be added up.
     """
     name = dtype_name(dtype)
     given = [] if bias is None else [bias]
     run = _traced if torch.compiler.is_dynamo_compiling() else _run
-    return run(linear_recipe.key, name, *Ranks.of(group), rows, x, weight, *given)
+    return run(linear_recipe.key, name, *Ranks.of(group), by_rows, x, weight, *given)
 
 
 def _run(
-    key: str, dtype: str, group: str, size: int, rows: bool, x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:  # fmt: skip
+    key: str, dtype: str, group: str, size: int, by_rows: bool, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     with disable_torch_function():
         y: Tensor = _Split.apply(
-            x, weight, bias, recipe_by_key(key), Ranks(group, size), rows, getattr(torch, dtype)
-        )  # fmt: skip
+            x, weight, bias, recipe_by_key(key), Ranks(group, size), by_rows, getattr(torch, dtype)
+        )
     return y
 
 

@@ -88,12 +88,12 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
             )
 
 
-def _product(x: Tensor, weight: DTensor, bias: Tensor | None, mesh: DeviceMesh, rows: bool) -> Tensor:
+def _product(x: Tensor, weight: DTensor, bias: Tensor | None, mesh: DeviceMesh, by_rows: bool) -> Tensor:
     """The product of this rank; scales of whole tensors are shared with the other ranks."""
     local, linear_recipe = cast(Tensor, _local(weight)), _linear_recipe(weight)
     if linear_recipe is not None and shares_scales(linear_recipe):
         dtype = autocast_dtype(x) or x.dtype
-        return split_linear(x, local, bias, linear_recipe, mesh.get_group(), rows, dtype)
+        return split_linear(x, local, bias, linear_recipe, mesh.get_group(), by_rows, dtype)
     return F.linear(x, local, bias)
 
 
@@ -110,7 +110,7 @@ def _columns(self: nn.Linear, x: DTensor) -> DTensor:
         if y is not None:
             return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
     x = x.redistribute(placements=[Replicate()])
-    y = _product(x.to_local(grad_placements=[Partial()]), weight, _local(bias), mesh, rows=False)
+    y = _product(x.to_local(grad_placements=[Partial()]), weight, _local(bias), mesh, by_rows=False)
     return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
 
 
@@ -186,7 +186,7 @@ def _rows(self: nn.Linear, x: DTensor) -> DTensor:
     """The sum over the ranks of the products with each rank's columns of the weight; then the bias."""
     last = x.dim() - 1
     part = x.to_local(grad_placements=[Shard(last)])
-    y = _product(part, cast(DTensor, self.weight), None, x.device_mesh, rows=True)
+    y = _product(part, cast(DTensor, self.weight), None, x.device_mesh, by_rows=True)
     summed = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
     wanted: tuple[Placement, ...] = self._mx_output_layouts  # type: ignore[assignment]
     summed = summed.redistribute(placements=wanted)

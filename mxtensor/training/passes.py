@@ -173,15 +173,16 @@ def forward(
     else:
         b_row = cached[0]  # type: ignore[assignment]
         b_col = dgrad_weight(weight, linear_recipe, rows, cached[1]) if need_dx else None
-    want, dgrad_want = _weight_wants(rows, grad_like, b_row, b_col, options, dtype, groups, own_scales)
-
-    later: Want = None
+    fprop_want, dgrad_want = _weight_wants(rows, grad_like, b_row, b_col, options, dtype, groups, own_scales)
+    saved_want: Want = None
+    """The form in which the columnwise copy of the input is saved for wgrad."""
     if need_dw and linear_recipe.input.columnwise is not None and not (options.save_input or own_scales):
         g_col = standing_for(_columns_like(grad_like, groups), linear_recipe.grad.columnwise)
         x_like = standing_for(_columns_like(rows, groups), linear_recipe.input.columnwise)
-        later = _want("wgrad", g_col, x_like, dtype, prefer, groups)
-        later = later if later is Form.ROWS else Form.CODES
-    x_row, x_col = copies_of(rows, linear_recipe.input, (want, later), scales_of(scales, INPUT), groups, own_scales)
+        wgrad_want = _want("wgrad", g_col, x_like, dtype, prefer, groups)
+        saved_want = Form.ROWS if wgrad_want is Form.ROWS else Form.CODES
+    wants = fprop_want, saved_want
+    x_row, x_col = copies_of(rows, linear_recipe.input, wants, scales_of(scales, INPUT), groups, own_scales)
     w_row: GemmOperand | None
     w_col: GemmOperand | None
     if cached is not None:
@@ -191,7 +192,7 @@ def forward(
         # more, which is little beside the products. A scale of the whole tensor would need its amax again.
         column = linear_recipe.weight.columnwise
         saves = dgrad_want in SAVED and column is not None and column.format.has_tensor_scale
-        wants = want, dgrad_want if saves else None
+        wants = fprop_want, dgrad_want if saves else None
         w_row, w_col = copies_of(w, linear_recipe.weight, wants, scales_of(scales, WEIGHT), None, own_scales)
     y = product("fprop", x_row, w_row, dtype, bias, prefer, groups)
     x_saved, x_tensors = saved(x_col if x_col is not None else x if need_dw else None)
