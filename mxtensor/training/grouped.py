@@ -1,10 +1,11 @@
-"""Grouped linear layers: groups of rows, each with its own weight, as mixtures of experts need them.
+"""Rows in groups, each for a linear layer of its own, as mixtures of experts need them: their counts, the rows of each
+group, and the results put together again.
 
-Each group runs like a layer of its own. Its copies are cast from its rows only, so neither a block along the rows nor
-the amax of a tensor spans two groups, and its products use the kernels of single products. The result and every
-gradient are therefore bitwise identical to those of separate layers. Products of a stack of weights in one parameter
-(``linear`` with ``ends``) are not used: they need a copy of all weights as one tensor, and add in another order on
-CUDA.
+``mx.nn.GroupedLinear`` runs a layer for each group. Its copies are cast from the rows of the group only, so neither a
+block along the rows nor the amax of a tensor spans two groups, and its products use the kernels of single products. The
+result and every gradient are therefore bitwise identical to those of separate layers. Products of a stack of weights in
+one parameter (``linear`` with ``ends``) are not used: they need a copy of all weights as one tensor, and add in another
+order on CUDA.
 """
 
 from __future__ import annotations
@@ -18,15 +19,9 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import DENSE, check, described
-from ..numerics.operand import Operand
-from .linear import linear
-from .operands import Scales
-from .passes import Options
 
 Splits: TypeAlias = Sequence[int] | Tensor
 """The row count of each group: integers, or an integer tensor (groups,) on any device."""
-
-
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -72,36 +67,6 @@ def groups_of(x: Tensor, sizes: list[int], name: str) -> tuple[Tensor, ...]:
             f"{name}: m_splits {sizes} sum to {sum(sizes)}, the input has {rows.shape[0]} rows, {tuple(x.shape)}"
         )
     return torch.split(rows, sizes)
-
-
-def grouped_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None,
-    m_splits: Splits,
-    options: Options | Sequence[Options],
-    scales: Sequence[Scales | None] | None = None,
-    cached: Sequence[tuple[Operand | None, Operand | None] | None] | None = None,
-) -> Tensor:
-    """``linear`` of each group of rows with its own weight: ``weights[0]`` for the first ``m_splits[0]`` rows of x.
-
-    x (..., K), whose leading dimensions count as one; weights: (N, K) each; biases: (N,) each; result (..., N).
-    ``options`` for all groups or one for each; ``scales`` and ``cached`` one for each. Any row counts, zero included; a
-    group without rows gives its weight a gradient of zeros. Result and gradients are bitwise identical to those of
-    ``linear`` over ``torch.split(x, m_splits)``. Raises TypeError and ValueError for m_splits that do not fit
-    (``row_counts``, ``groups_of``) and for weights of different shapes, and what ``linear`` raises.
-    """
-    groups = groups_of(x, row_counts(m_splits, len(weights), "grouped_linear"), "grouped_linear")
-    shapes = {tuple(weight.shape) for weight in weights}
-    if len(shapes) > 1:
-        raise ValueError(f"grouped_linear: the weights have different shapes: {sorted(shapes)}")
-    y = []
-    for i, rows in enumerate(groups):
-        bias = None if biases is None else biases[i]
-        each = options if isinstance(options, Options) else options[i]
-        scale, copies = None if scales is None else scales[i], None if cached is None else cached[i]
-        y.append(linear(rows, weights[i], bias, each, scale, copies))
-    return stacked(y, x)
 
 
 def stacked(groups: Sequence[Tensor], x: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from mxtensor import recipe
 from mxtensor.nn.grouped_linear import GroupedLinear
 from mxtensor.nn.linear import Linear
 from mxtensor.nn.padding import Fp8Padding, Fp8Unpadding
-from mxtensor.training.grouped import grouped_linear
 from mxtensor.training.linear import Options
 from mxtensor.training.model_init import quantized_model_init
 from tests.helpers import oracle
 from tests.helpers.compare import assert_same_product, relative_error
+from tests.helpers.separate_layers import separate_layers
 
 K, N = 72, 56
 RECIPES = [
@@ -292,12 +292,12 @@ def test_recomputation_gives_the_same_step(reentrant):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------- the function
+# ---------------------------------------------------------------------------------------------- the definition
 
 
 @by_name
-def test_the_function_takes_any_weights(active):
-    """``grouped_linear`` and ``Linear`` share everything but the state of delayed scaling."""
+def test_every_group_is_a_layer_of_its_own(active):
+    """The module and ``linear`` of each group share everything but the state of delayed scaling."""
     if active.delayed():
         active = recipe.Float8CurrentScaling()
     splits = SPLITS["zeros"]
@@ -307,19 +307,12 @@ def test_the_function_takes_any_weights(active):
         y, dx = step(grouped, x, splits, g)
     leaf = x.clone().requires_grad_()
     leaves = [leaf, *weights_of(grouped), *biases_of(grouped)]
-    out = grouped_linear(leaf, leaves[1:7], leaves[7:], splits, Options(active.linear_recipe()))
+    out = separate_layers(leaf, leaves[1:7], leaves[7:], splits, Options(active.linear_recipe()))
     mine = torch.autograd.grad(out, leaves, g)
     theirs = [dx, *(w.grad for w in weights_of(grouped)), *(b.grad for b in biases_of(grouped))]
     assert torch.equal(out, y) and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    plain = grouped_linear(x, leaves[1:7], None, splits, [Options(active.linear_recipe())] * 6)
+    plain = separate_layers(x, leaves[1:7], None, splits, Options(active.linear_recipe()))
     assert plain.shape == y.shape and not torch.equal(plain, y)
-
-
-def test_the_function_refuses_weights_of_different_shapes():
-    options = Options(recipe.MXFP8BlockScaling().linear_recipe())
-    weights = [torch.randn(4, 8), torch.randn(5, 8)]
-    with pytest.raises(ValueError, match=r"the weights have different shapes: \[\(4, 8\), \(5, 8\)\]"):
-        grouped_linear(torch.randn(6, 8), weights, None, [3, 3], options)
 
 
 # ---------------------------------------------------------------------------------------------- padding
@@ -430,7 +423,9 @@ def test_the_biases_may_be_returned_instead():
     x, _ = batch(38)
     with mx.autocast():
         y, biases = grouped(x, splits)
-        bare = grouped_linear(x, weights_of(grouped), None, splits, Options(recipe.MXFP8BlockScaling().linear_recipe()))
+        bare = separate_layers(
+            x, weights_of(grouped), None, splits, Options(recipe.MXFP8BlockScaling().linear_recipe())
+        )
     assert torch.equal(y, bare) and len(biases) == 3 and all(b.dtype is torch.bfloat16 for b in biases)
     assert all(torch.equal(b, p.bfloat16()) for b, p in zip(biases, biases_of(grouped), strict=True))
     assert GroupedLinear(2, K, N, bias=False, return_bias=True)(x, [38, 0])[1] == [None, None]

@@ -7,9 +7,9 @@ from torch import nn
 import mxtensor as mx
 from mxtensor import recipe
 from mxtensor.nn.padding import Fp8Padding, Fp8Unpadding, align_size_of
-from mxtensor.training.grouped import grouped_linear
 from mxtensor.training.linear import Options
 from tests.helpers.compare import relative_error
+from tests.helpers.separate_layers import separate_layers
 
 SPLITS = [5, 0, 37, 1, 64, 21]
 ROWS = sum(SPLITS)
@@ -121,7 +121,7 @@ NEAREST = [
 def trained(x, weights, biases, splits, options, g):
     """y and all gradients of a grouped linear layer."""
     leaves = [x, *weights, *biases]
-    y = grouped_linear(x, weights, biases, splits, options)
+    y = separate_layers(x, weights, biases, splits, options)
     return y, *torch.autograd.grad(y, leaves, g)
 
 
@@ -152,7 +152,7 @@ def test_stochastic_rounding_draws_other_numbers_for_padded_rows():
     grads = []
     for rows in (x, Fp8Padding(1, 32)(x, [5])[0]):
         torch.manual_seed(1)
-        y = grouped_linear(rows, [w], None, [rows.shape[0]], options)
+        y = separate_layers(rows, [w], None, [rows.shape[0]], options)
         grads.append(torch.autograd.grad(y, w, g if rows is x else Fp8Padding(1, 32)(g, [5])[0])[0])
     assert not torch.equal(*grads)
 
