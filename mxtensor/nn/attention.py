@@ -31,6 +31,17 @@ ANGLES = Kind(
 ATTENTION = instance(nn.MultiheadAttention, "an nn.MultiheadAttention")
 
 
+def check_sequences(owner: str, hidden_states: Any, encoder_output: Any, is_cross: bool, option: str) -> None:
+    """Raise TypeError or ValueError unless both are sequences, and ``encoder_output`` is given if ``is_cross`` and only
+    then. ``option`` names the argument that decides."""
+    check(owner, "hidden_states", hidden_states, SEQUENCE)
+    check(owner, "encoder_output", encoder_output, optional(SEQUENCE))
+    if (encoder_output is None) is is_cross:
+        needs = "needs" if encoder_output is None else "takes no"
+        given = "" if encoder_output is None else f", got {described(encoder_output)}"
+        raise ValueError(f"{owner}: {option} {needs} encoder_output{given}")
+
+
 class MultiheadAttention(nn.Module):
     """Self-attention, or cross-attention to ``encoder_output``: (s, b, hidden_size), for ``bshd`` (b, s, hidden_size).
 
@@ -146,9 +157,8 @@ class MultiheadAttention(nn.Module):
             )
             module.part_of = title
             self.add_module(attribute, module)
-        norms = (normalized_heads(f"{title}: qk_norm_type", qk_norm_type, d, qk_norm_eps, device, params_dtype)
-                 for _ in range(2))  # fmt: skip
-        self.q_norm, self.k_norm = norms
+        of_heads = f"{title}: qk_norm_type", qk_norm_type, d, qk_norm_eps, device, params_dtype
+        self.q_norm, self.k_norm = normalized_heads(*of_heads), normalized_heads(*of_heads)
         self.qk_norm_before_rope = qk_norm_before_rope
         self.core_attention = DotProductAttention(
             n, d, g, attention_dropout, qkv_format, attn_mask_type, window_size, layer_number=layer_number,
@@ -199,14 +209,9 @@ class MultiheadAttention(nn.Module):
         ``encoder_output`` and for self-attention with one.
         """
         refuse_others("MultiheadAttention", others)
-        check("MultiheadAttention", "hidden_states", hidden_states, SEQUENCE)
-        check("MultiheadAttention", "encoder_output", encoder_output, optional(SEQUENCE))
-        if (encoder_output is None) is (self.attention_type == "cross"):
-            needs = "needs" if encoder_output is None else "takes no"
-            given = "" if encoder_output is None else f", got {described(encoder_output)}"
-            raise ValueError(
-                f"MultiheadAttention: attention_type={self.attention_type!r} {needs} encoder_output{given}"
-            )
+        is_cross = self.attention_type == "cross"
+        option = f"attention_type={self.attention_type!r}"
+        check_sequences("MultiheadAttention", hidden_states, encoder_output, is_cross, option)
         normed: Tensor | None = None
         heads: dict[str, Tensor] = {}
         for attribute, names in self.projections.items():
@@ -215,7 +220,19 @@ class MultiheadAttention(nn.Module):
             if attribute.startswith("layernorm_") and self.return_layernorm_output:
                 y, normed = y
             heads |= zip(names, self._heads(y, names), strict=True)
-        q, k, v = heads["query"], heads["key"], heads["value"]
+        q, k = self._normed_and_rotated(heads["query"], heads["key"], rotary_pos_emb)
+        context = self.core_attention(
+            q, k, heads["value"], attention_mask, attn_mask_type=attn_mask_type, window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )  # fmt: skip
+        y = self.proj(context, is_first_microbatch=is_first_microbatch)
+        outputs = (*(y if self.return_bias else (y,)), *((normed,) if self.return_layernorm_output else ()))
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _normed_and_rotated(
+        self, q: Tensor, k: Tensor, rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their norms and the rotation, if there are any."""
         if self.q_norm is not None and self.k_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
@@ -226,13 +243,7 @@ class MultiheadAttention(nn.Module):
             k = apply_rotary_pos_emb(k, angles[1], form, interleaved=interleaved)
         if self.q_norm is not None and self.k_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
-        context = self.core_attention(
-            q, k, v, attention_mask, attn_mask_type=attn_mask_type, window_size=window_size,
-            checkpoint_core_attention=checkpoint_core_attention,
-        )  # fmt: skip
-        y = self.proj(context, is_first_microbatch=is_first_microbatch)
-        outputs = (*(y if self.return_bias else (y,)), *((normed,) if self.return_layernorm_output else ()))
-        return outputs if len(outputs) > 1 else outputs[0]
+        return q, k
 
     # ------------------------------------------------------------------------------------------ heads in a projection
 

@@ -14,7 +14,7 @@ from ..training.model_init import init_recipe, preserve, preserves, weight_param
 from ..training.state_dict import register_state_dict_hooks
 from .styles import local_part
 from .tensor_parallel import Init, Parallel, Tracker
-from .weight_shards import STANDS_FOR, remember, spread
+from .weight_shards import STANDS_FOR, distributed_like, remember
 
 
 def kaiming(weight: Tensor) -> None:
@@ -91,6 +91,6 @@ class ParameterModule(nn.Module):
             parameter = getattr(self, name)
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             init(values)
-            parameter.copy_(spread(values, parameter))
+            parameter.copy_(distributed_like(values, parameter))
             if preserves(parameter):
                 preserve(parameter, values)

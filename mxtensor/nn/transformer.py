@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.arguments import COUNT, POSITIVE, SHARE, TEXT, check, checked, described, instance, optional
+from ..core.arguments import COUNT, POSITIVE, SHARE, TEXT, check, checked, instance, optional
 from .arguments import one_of, refuse_others
-from .attention import SEQUENCE, MultiheadAttention
+from .attention import MultiheadAttention, check_sequences
 from .dot_product import MASK, WINDOW, PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
@@ -199,13 +199,9 @@ class TransformerLayer(nn.Module):
         ``encoder_output`` and for an encoder with one.
         """
         refuse_others("TransformerLayer", others)
-        check("TransformerLayer", "hidden_states", hidden_states, SEQUENCE)
-        check("TransformerLayer", "encoder_output", encoder_output, optional(SEQUENCE))
-        if (encoder_output is None) is (self.layer_type == "decoder"):
-            needs = "needs" if encoder_output is None else "takes no"
-            given = "" if encoder_output is None else f", got {described(encoder_output)}"
-            raise ValueError(f"TransformerLayer: layer_type={self.layer_type!r} {needs} encoder_output{given}")
-        if self.layer_type != "decoder":
+        is_decoder, option = self.layer_type == "decoder", f"layer_type={self.layer_type!r}"
+        check_sequences("TransformerLayer", hidden_states, encoder_output, is_decoder, option)
+        if not is_decoder:
             _check_unused(enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
         both: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
@@ -220,7 +216,7 @@ class TransformerLayer(nn.Module):
             y = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
             return self._added(attended + y, x, self.drop_path_rate)
         x = self._residual(attended, x, self.drop_path_rate, self.residual_after_norm and not self.output_layernorm)
-        if self.layer_type == "decoder":
+        if is_decoder:
             attended = self.inter_attention(
                 x, enc_dec_attn_mask, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size, **both
             )

@@ -33,7 +33,7 @@ def owner(weight: Tensor) -> Tensor:
     return getattr(weight, STANDS_FOR, weight)
 
 
-def spread(values: Tensor, parameter: Any) -> Tensor:
+def distributed_like(values: Tensor, parameter: Any) -> Tensor:
     """``values`` of the first rank, sharded like ``parameter``."""
     if not is_sharded(parameter):
         return values
