@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ..convert.changes import Change, checked_changes
 from ..convert.choose import choose
 from ..convert.configs import Config
-from ..convert.plan import Change, planned
 from ..convert.quantize import convert, warn_of_nothing_to_do
 from ..convert.weights import FilterFn
 from ..core.arguments import MODULE, check
@@ -67,7 +67,7 @@ def calibrate(
     for weight, recipe in chosen:
         if recipe.trains:
             raise ValueError(f"calibrate quantizes for inference, and {recipe} trains ({weight.fqn}); use quantize_")
-    changes = planned(model, chosen)
+    changes = checked_changes(model, chosen)
     layers: dict[nn.Module, Change] = {layer: change for change in changes if (layer := calibrated(change)) is not None}
     check_values("calibrate", changes)
     for change in layers.values():

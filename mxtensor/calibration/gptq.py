@@ -23,7 +23,7 @@ from ..numerics.elements import pack
 from ..numerics.formats import FULL, Format
 from ..numerics.operand import Operand
 from ..numerics.reference import crop, tensor_amax
-from .nearest import nearest_of
+from .element_table import element_table
 from .scales import best_scales, rounded
 
 COLUMNS = 128
@@ -76,7 +76,7 @@ def gptq(w: Tensor, upper: Tensor, cast: Cast, multiples: Sequence[float]) -> Op
     """``w`` (rows, cols; float32) rounded for inputs with this ``inverse_cholesky``; ``multiples``: see best_scales."""
     format, whole_amax = cast.format, tensor_amax(w)
     importance, pivots = 1 / upper.diagonal().square(), upper.diagonal().tolist()
-    element, width = nearest_of(format.element, w.device), format.block[1]
+    element, width = element_table(format.element, w.device), format.block[1]
     by_block = format.block[0] == 1 and width != FULL
     chosen: list[Tensor] = []
     if by_block:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..convert.plan import Change
+from ..convert.changes import Change
 from ..convert.weights import KINDS
 from ..numerics.formats import Orientation
 from ..numerics.operand import Operand, transposed

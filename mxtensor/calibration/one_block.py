@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..convert.plan import Change
+from ..convert.changes import Change
 from ..convert.quantize import inference_recipe
 from ..kernels.quantize.select import dequantize_operand
 from ..numerics.cast import Cast

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..convert.changes import Change, checked_changes
 from ..convert.choose import choose
 from ..convert.configs import recipe_of
 from ..convert.format_plan import MEASURES, Plan, PlannedWeight, planned_for
-from ..convert.plan import Change, planned
 from ..convert.quantize import inference_recipe
 from ..convert.weights import FilterFn
 from ..core.arguments import INTEGER, MODULE, POSITIVE, TEXT, check, described
@@ -141,7 +141,7 @@ def _changes(
         if recipe.trains:
             raise ValueError(f"plan: {format} trains, and stores no codes; pass a format such as 'mxfp8-weight-only'")
         chosen, _ = choose(model, recipe, filter_fn, include_head)
-        found[format] = {change.fqn: change for change in planned(model, chosen)}
+        found[format] = {change.fqn: change for change in checked_changes(model, chosen)}
     return found
 
 

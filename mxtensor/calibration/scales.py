@@ -18,7 +18,7 @@ from ..numerics.element_format import ScaleFormat
 from ..numerics.elements import decode_elements, encode_elements
 from ..numerics.formats import E8M0, FP32_POW2, FULL, Format
 from ..numerics.reference import SCALE_RULES, join_blocks, least_error, scale_to_float, split_blocks, spread
-from .nearest import nearest_of
+from .element_table import element_table
 
 OF_POWERS = (1.0, 0.5, 2.0)
 """What the amax is multiplied by, where scales are powers of two."""
@@ -66,7 +66,7 @@ def best_scales(
     magnitudes = blocks.abs()
     amax = magnitudes.amax(dims, keepdim=True) if format.block[0] == FULL else magnitudes.amax(dims)
     weights = None if importance is None else split_blocks(importance.expand_as(w), format)[0]
-    element = nearest_of(format.element, w.device)
+    element = element_table(format.element, w.device)
     global_scale = None
 
     def candidate(multiple: float) -> tuple[Tensor, ...]:

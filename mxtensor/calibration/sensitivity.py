@@ -82,14 +82,14 @@ class Sums:
         }
 
 
-Call = tuple[nn.Module, Tensor, Tensor]
+WatchedCall = tuple[nn.Module, Tensor, Tensor]
 """A layer, its input, its output."""
 
 
 @contextmanager
-def _watched(layers: Collection[nn.Module]) -> Iterator[list[Call]]:
+def _watched(layers: Collection[nn.Module]) -> Iterator[list[WatchedCall]]:
     """The calls of layers. Their outputs require gradients."""
-    calls: list[Call] = []
+    calls: list[WatchedCall] = []
     inputs = Saved(copies=True)  # what follows may write into inputs and outputs
 
     def keep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Sensitivity:
         return {layer: self._candidates_of(layer) for layer in layers}
 
     def _add(
-        self, out: Tensor, gradient: Tensor | None, leaf: Tensor | None, calls: list[Call],
+        self, out: Tensor, gradient: Tensor | None, leaf: Tensor | None, calls: list[WatchedCall],
         tried: Mapping[nn.Module, Mapping[str, Candidate]], share: float,
     ) -> Tensor | None:  # fmt: skip
         """Add all calls of layers by the gradients of ``out``; returns the gradient of ``leaf``."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert.plan import Change
+from ..convert.changes import Change
 from ..core.arguments import COUNT, SHARE, check, described
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..numerics.cast import Cast

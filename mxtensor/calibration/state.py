@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert.plan import Change
+from ..convert.changes import Change
 from ..core.compat import tree_leaves
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of

@@ -23,9 +23,9 @@ from ..recipe.kernel_preference import KernelPreference
 from ..recipe.known_fields import KnownFields
 from ..recipe.linear_recipe import LinearRecipe
 from ..training.fake_quantized_linear import FakeQuantizedLinear
+from .changes import Change, checked_changes
 from .choose import choose
 from .configs import by_name
-from .plan import Change, planned
 from .torchao import from_torchao
 from .weights import FilterFn, Weight
 
@@ -142,7 +142,7 @@ def prepare(model: nn.Module, config: QATConfig, filter_fn: FilterFn | None) -> 
     """Let the linear layers of ``model`` compute with rounded values. All of them, or none if this raises."""
     chosen, _ = choose(model, config.base(), filter_fn)
     linear = [(w, recipe) for w, recipe in chosen if type(w.module) in (nn.Linear, FakeQuantizedLinear)]
-    changes = planned(model, linear)
+    changes = checked_changes(model, linear)
     for change in changes:
         _check(change)
     _warn_of_others([weight for weight, _ in chosen if weight not in [w for w, _ in linear]], bool(changes))
@@ -198,7 +198,7 @@ def prepared_changes(model: nn.Module, config: QATConfig, filter_fn: FilterFn | 
         return isinstance(module, FakeQuantizedLinear) and (filter_fn is None or bool(filter_fn(module, fqn)))
 
     chosen, _ = choose(model, config.base_config, prepared if by_name(config.base_config) is None else filter_fn)
-    changes = planned(model, [(w, recipe) for w, recipe in chosen if isinstance(w.module, FakeQuantizedLinear)])
+    changes = checked_changes(model, [(w, recipe) for w, recipe in chosen if isinstance(w.module, FakeQuantizedLinear)])
     for change in changes:
         _check(change)
     return changes

@@ -21,12 +21,12 @@ from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 from ..training.training_weight import TrainingWeight, values_of
 from . import static_inputs
+from .changes import Change, checked_changes
 from .choose import choose
 from .configs import Config, NVFP4DynamicActivationNVFP4WeightConfig
 from .heads import heads
 from .instance_methods import count_codes, show_format
 from .model_size import warn_of_unquantized_heads
-from .plan import Change, planned
 from .qat import QATConfig, QATStep, prepare, prepared_changes, qat_config_of, restore
 from .static_inputs import static_config_of
 from .weights import FilterFn, Weight, modules_of_autocast, unknown_experts
@@ -85,7 +85,7 @@ def quantize_(
     ]
     if general is not None and general.trains and filter_fn is None:
         left_out += unknown_experts(model)
-    changes = planned(model, weights)
+    changes = checked_changes(model, weights)
     ours = modules_of_autocast(model) if general is not None and filter_fn is None else []
     if left_out or not (changes or ours):
         _warn(model, changes, left_out)
@@ -163,7 +163,7 @@ def warn_of_nothing_to_do(caller: str, model: nn.Module, stacklevel: int = 3) ->
 
 
 def convert(model: ModuleT, changes: Sequence[Change], made: Mapping[str, MXTensor] | None = None) -> ModuleT:
-    """Replace the weights of a plan, one by one. ``made``: those that are quantized already, by their names.
+    """Replace weights one by one. ``made``: those that are quantized already, by their names.
 
     What is shared by two weights is their memory, or nothing: for training, all replaced parameters can wait for the
     end, in case of a failure; for inference, each is freed at once.

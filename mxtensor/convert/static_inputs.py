@@ -17,9 +17,9 @@ from ..numerics.formats import FORMATS
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.static_input_linear import ObservedLinear, StaticInputLinear
+from .changes import Change, checked_changes
 from .choose import choose
 from .configs import NVFP4DynamicActivationNVFP4WeightConfig
-from .plan import Change, planned
 from .torchao import from_torchao
 from .weights import FilterFn
 
@@ -104,7 +104,7 @@ def changes_of(
         return isinstance(module, ObservedLinear) and (filter_fn is None or bool(filter_fn(module, name)))
 
     chosen, _ = choose(model, _dynamic(config), observed)
-    return planned(model, [(weight, _static(recipe)) for weight, recipe in chosen])
+    return checked_changes(model, [(weight, _static(recipe)) for weight, recipe in chosen])
 
 
 def finish(model: nn.Module, filter_fn: FilterFn | None) -> int:

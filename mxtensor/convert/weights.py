@@ -47,7 +47,7 @@ class Weight(NamedTuple):
 
     @property
     def value(self) -> nn.Parameter:
-        """The parameter, which a plan does not hold."""
+        """The parameter. A Weight does not hold it, so that it can be freed when it is replaced."""
         return getattr(self.module, self.name)  # type: ignore[no-any-return]
 
     @property

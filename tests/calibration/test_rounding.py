@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from mxtensor.calibration.element_table import element_table
 from mxtensor.calibration.gptq import corrected, gptq, inverse_cholesky, nearest
-from mxtensor.calibration.nearest import nearest_of
 from mxtensor.calibration.scales import OF_FRACTIONS, multiples_of
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.elements import decode_elements, encode_elements
@@ -127,7 +127,7 @@ def test_inputs_of_low_rank_and_no_inputs_are_damped():
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_table_of_elements_rounds_as_the_definition(name):
     element = Cast.of(name).format.element
-    table = nearest_of(element, torch.device("cpu"))
+    table = element_table(element, torch.device("cpu"))
     y = torch.cat([table.values, table.bounds, (table.values[1:] + table.values[:-1]) / 2, torch.randn(2000) * 3])
     y = torch.cat([y, y.nextafter(torch.tensor(9e9)), y.nextafter(torch.tensor(-9e9)), torch.tensor([1e9, -1e9])])
     codes = encode_elements(y.clone(), element)

@@ -13,8 +13,8 @@ from mxtensor.calibration.edits import in_place
 from mxtensor.calibration.layers import calibrated
 from mxtensor.calibration.pairs import pairs_of
 from mxtensor.calibration.smoothing import AWQ, SmoothQuant
+from mxtensor.convert.changes import checked_changes
 from mxtensor.convert.choose import choose
-from mxtensor.convert.plan import planned
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,7 +43,7 @@ def data():
 
 
 def layers_of(m, format):
-    changes = planned(m, choose(m, format, None)[0])
+    changes = checked_changes(m, choose(m, format, None)[0])
     return {layer: change for change in changes if (layer := calibrated(change)) is not None}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.convert import plan, quantize
+from mxtensor.convert import changes, quantize
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers.compare import same_bytes
 
@@ -75,14 +75,14 @@ def test_an_unfit_weight_in_the_third_layer_changes_nothing(name, config):
 
 def test_a_shape_that_the_format_refuses_changes_nothing(monkeypatch):
     """No format refuses a matrix today; a new one may."""
-    usual = plan.quantize_as
+    usual = changes.quantize_as
 
     def refuses(x, recipe, orientation):
         if x.shape[1] == 48:
             raise ValueError("48 columns are not available")
         return usual(x, recipe, orientation)
 
-    monkeypatch.setattr(plan, "quantize_as", refuses)
+    monkeypatch.setattr(changes, "quantize_as", refuses)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48), nn.Linear(48, 64))
     before = state_of(model)
     with pytest.raises(ValueError, match=r"2.weight \(64, 48\): 48 columns are not available"):

@@ -1,4 +1,4 @@
-"""The plan of ``quantize_``: every weight that it will replace, checked before the first one changes."""
+"""The changes of ``quantize_``: every weight that it will replace, checked before the first one changes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Change(NamedTuple):
     fqn: str
 
 
-def planned(model: nn.Module, weights: Sequence[tuple[Weight, LinearRecipe]]) -> list[Change]:
+def checked_changes(model: nn.Module, weights: Sequence[tuple[Weight, LinearRecipe]]) -> list[Change]:
     """The changes of ``quantize_``, in the order of the modules.
 
     Raises TypeError for a weight that is not floating-point, ValueError for one that is sparse, has one dimension or no
     memory, or is shared by layers with different recipes, and what the format raises for the shape.
     """
-    changes: dict[int, Change] = {}  # by the id of a weight: all of them are alive while the plan is made
+    changes: dict[int, Change] = {}  # by the id of a weight: all of them are alive here
     tried: set[tuple[object, ...]] = set()
     for weight, recipe in weights:
         value = weight.value
@@ -45,18 +45,18 @@ def planned(model: nn.Module, weights: Sequence[tuple[Weight, LinearRecipe]]) ->
             if not recipe.trains:
                 _try(weight, recipe, tried)
             changes[id(value)] = Change([], weight.kind.orientation, value.numel(), recipe, weight.fqn)
-        planned_change = changes[id(value)]
-        if planned_change.recipe != recipe:
+        change = changes[id(value)]
+        if change.recipe != recipe:
             raise ValueError(
-                f"quantize_: {planned_change.fqn} and {weight.fqn} are one weight; give both the same config, not "
-                f"{planned_change.recipe} and {recipe}"
+                f"quantize_: {change.fqn} and {weight.fqn} are one weight; give both the same config, not "
+                f"{change.recipe} and {recipe}"
             )
-        planned_change.places.append((weight.module, weight.name))
+        change.places.append((weight.module, weight.name))
     for module in model.modules():  # one that the filter skipped, such as an embedding, can share a weight
         for name, parameter in module._parameters.items():
-            change = changes.get(id(parameter))
-            if change is not None and (module, name) not in change.places:
-                change.places.append((module, name))
+            same = changes.get(id(parameter))
+            if same is not None and (module, name) not in same.places:
+                same.places.append((module, name))
     return list(changes.values())
 
 

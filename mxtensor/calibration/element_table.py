@@ -1,4 +1,5 @@
-"""The nearest element of many values by one search in a sorted table: fewer ops for a column than the definition takes.
+"""A sorted table of an element, in which one search finds the nearest elements of many values: fewer ops for a column
+than the definition takes.
 
 The table is made by the definition, so that ties and the largest value are as in ``encode_elements``.
 """
@@ -17,7 +18,7 @@ from ..numerics.elements import decode_elements, encode_elements
 
 
 @dataclass(frozen=True)
-class Nearest:
+class ElementTable:
     """The finite values of an element in ascending order."""
 
     values: Tensor
@@ -33,7 +34,7 @@ class Nearest:
 
 
 @lru_cache(maxsize=64)
-def nearest_of(element: ElementFormat, device: torch.device) -> Nearest:
+def element_table(element: ElementFormat, device: torch.device) -> ElementTable:
     """The table of an element on a device. It has one zero."""
     codes = torch.arange(2**element.bits, dtype=torch.uint8)
     every = decode_elements(codes.view(element.dtype), element)
@@ -43,4 +44,4 @@ def nearest_of(element: ElementFormat, device: torch.device) -> Nearest:
     middle = (values[1:] + values[:-1]) / 2
     to_upper = decode_elements(encode_elements(middle.clone(), element), element) == values[1:]
     bounds = torch.where(to_upper, torch.nextafter(middle, torch.full_like(middle, -math.inf)), middle)
-    return Nearest(values.to(device), codes[made][order].to(device), bounds.to(device))
+    return ElementTable(values.to(device), codes[made][order].to(device), bounds.to(device))
