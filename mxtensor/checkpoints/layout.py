@@ -29,14 +29,14 @@ NAMED = 5
 """Tensors that a message names."""
 LARGEST_WEIGHT = 65504.0
 """The largest float16. A decoded amax above it comes from a global scale that was read the wrong way round."""
-
-
 MERGES = (("MergeModulelist",), ("MergeModulelist", "Concatenate"))
 """How transformers stacks experts that a checkpoint stores one by one."""
 SPLITS = (("Chunk",), ("Split",))
 """How it splits a fused projection by rows."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
 """In the name of a matrix of one expert."""
+Unchanged = Callable[[Checkpoint, str], tuple[dict[str, Tensor], dict[str, str]]]
+"""(checkpoint, name of a tensor) -> its stored tensors, its entries of the header."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Layout:
     write: Callable[[str, MXTensor], dict[str, Tensor]] | None = None
     """(name, tensor) -> stored tensors; None: this layout is only read. Raises NotImplementedError for a format that
     the layout cannot hold."""
-    unchanged: Callable[[Checkpoint, str], tuple[dict[str, Tensor], dict[str, str]]] | None = None
+    unchanged: Unchanged | None = None
     """(a checkpoint of this layout, name) -> the stored tensors and the entries of the header of a tensor that
     ``convert`` leaves as it is; None: what ``write`` and ``metadata`` make of its values."""
     config: Callable[[Written], dict[str, Any]] | None = None

@@ -82,16 +82,20 @@ def save(
 
 
 def with_bar(items: Iterable[Item], description: str, count: int, shown: bool) -> Iterable[Item]:
+    """``items`` with a progress bar, if there are more than a few."""
     return with_progress(items, description, "tensor", count) if shown and count > 100 else items
 
 
 def sink_of(layout: Layout, path: str | Path, shard_bytes: int, overwrite: bool, source: Checkpoint | None) -> Any:
+    """The sink that writes a layout: a context manager with ``add`` and ``finish``. Raises as ``Destination``."""
     if layout.sink is not None:
         return layout.sink(path, shard_bytes, overwrite, source)
     return Sink(path, shard_bytes, overwrite, source, layout.header)
 
 
 def writable(layout: str, path: str | Path) -> Layout:
+    """The layout called ``layout``. Raises ValueError for an unknown one and for a path that it does not have,
+    NotImplementedError for one that can only be read."""
     chosen = get_layout(layout)
     if chosen.sink is None and str(path).endswith(".gguf"):
         raise ValueError(f"{path} has the ending of the layout gguf, not of {chosen.name}; pass layout='gguf'")
