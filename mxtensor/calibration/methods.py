@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -113,12 +114,15 @@ class GPTQ:
         return gptq(w, upper, cast, multiples)
 
 
-Step = BestScales | GPTQ | Scaling | BiasCorrection
+Rounds = BestScales | GPTQ
+"""What rounds a weight; ``Nearest`` does if a method has none of them."""
+Step = Scaling | Rounds | BiasCorrection
 """What a method consists of."""
+ORDER: tuple[type | UnionType, ...] = (Scaling, Rounds, BiasCorrection)
+"""The order of its steps: several of the first, at most one of the others."""
 METHODS: dict[str, Step] = {
     "mse": BestScales(), "gptq": GPTQ(), "smooth": SmoothQuant(), "awq": AWQ(), "bias": BiasCorrection(),
 }  # fmt: skip
-ORDER: tuple[tuple[type, ...], ...] = ((Scaling,), (BestScales, GPTQ), (BiasCorrection,))
 
 
 class Steps(NamedTuple):
@@ -136,7 +140,7 @@ class Steps(NamedTuple):
 def steps_of(method: Any) -> Steps:
     """The steps with these names, or the objects themselves, one or a list. Raises ValueError or TypeError."""
     steps = [_step(one) for one in (method if isinstance(method, (list, tuple)) else (method,))]
-    places = [next(place for place, kinds in enumerate(ORDER) if isinstance(step, kinds)) for step in steps]
+    places = [next(place for place, kind in enumerate(ORDER) if isinstance(step, kind)) for step in steps]
     if places != sorted(places) or places.count(1) > 1 or places.count(2) > 1:
         raise ValueError(
             f"calibrate: method is {described(method)}; steps that scale channels come first, then at most one that "
@@ -148,7 +152,7 @@ def steps_of(method: Any) -> Steps:
 
 
 def _step(method: Any) -> Step:
-    if isinstance(method, (BestScales, GPTQ, Scaling, BiasCorrection)):
+    if isinstance(method, Step):
         return method
     names = ", ".join(map(repr, METHODS))
     if not isinstance(method, str):
