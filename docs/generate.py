@@ -220,8 +220,11 @@ def api() -> str:
         places |= {name: page.name for name in re.findall(r"^::: mxtensor\.(\w+)\.\w+$", text, re.MULTILINE)}
         places |= {name: f"{page.name}#mx{name}" for name in re.findall(r"^## mx\.(\w+)$", text, re.MULTILINE)}
         places |= {n: f"{page.name}#mxtensor.{n}" for n in re.findall(r"^::: mxtensor\.(\w+)$", text, re.MULTILINE)}
-    body = []
-    for name, doc in sorted(public_docs().items(), key=lambda item: item[0].lower()):
+    docs, body = public_docs(), []
+    missing = sorted(docs.keys() - places.keys())
+    if missing:
+        raise ValueError(f"no page of docs/reference/api has ::: mxtensor.{missing[0]}")
+    for name, doc in sorted(docs.items(), key=lambda item: item[0].lower()):
         holder = type("holder", (), {"__doc__": doc})
         body.append((f"[`mx.{name}`]({places[name]})", first_line(holder)))
     return table("name, what it is", body)
