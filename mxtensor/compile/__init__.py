@@ -1,1 +1,4 @@
-"""Extensions of ``torch.compile``: a pass that merges products of one input, and early starts of kernels."""
+"""Extensions of ``torch.compile``: passes over graphs with quantized products, and early starts of kernels.
+
+``defaults.py`` has what every graph gets, ``inference_options.py`` what ``mx.inference_options()`` adds.
+"""

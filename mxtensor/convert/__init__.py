@@ -1,0 +1,5 @@
+"""``quantize_``: which weights of a model are replaced, and by what.
+
+A call goes from ``quantize.py`` to ``choose.py``, which finds the weights (``weights.py``) and the recipe of each
+(``configs.py``, ``fqn_config.py``), and to ``changes.py``, which checks all of them before the first one changes.
+"""
