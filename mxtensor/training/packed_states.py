@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..core.arguments import described
+
 MAGIC = b"mxtensor delayed scaling 1\n"
 LENGTH = 8
 """Bytes of the length of the header, which follows MAGIC: JSON, [name, shape] of each float32 tensor in order."""
@@ -29,7 +31,7 @@ def packed(tensors: dict[str, Tensor], size: int = 0) -> Tensor:
 def unpacked(data: Tensor) -> dict[str, Tensor]:
     """The tensors of ``packed``. Raises ValueError for other bytes."""
     if not isinstance(data, Tensor) or data.dtype is not torch.uint8 or data.dim() != 1 or data.is_meta:
-        raise ValueError(f"amax histories are bytes, not {_what(data)}")
+        raise ValueError(f"amax histories are 1-D uint8, not {described(data)}; remove the key to load the rest")
     raw = data.cpu().numpy().tobytes()
     if not raw.startswith(MAGIC):
         raise ValueError("these bytes are not amax histories of mxtensor; remove the key to load the rest")
@@ -48,7 +50,3 @@ def unpacked(data: Tensor) -> dict[str, Tensor]:
             found[name] = torch.frombuffer(bytearray(raw[at : at + length]), dtype=torch.float32).reshape(shape)
         at += length
     return found
-
-
-def _what(data: object) -> str:
-    return f"{data.dtype} {tuple(data.shape)}" if isinstance(data, Tensor) else type(data).__name__
