@@ -103,7 +103,9 @@ class Layout:
     producers: str
     """Who writes it, for the table of the documentation."""
     detect: Callable[[Checkpoint], bool]
+    """Whether an opened checkpoint has this layout."""
     read: Callable[[Checkpoint], dict[str, Entry]]
+    """Name of a tensor of the model -> how it is made of stored tensors. Values are not loaded."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] | None = None
     """(name, tensor) -> stored tensors; None: this layout is only read. Raises NotImplementedError for a format that
     the layout cannot hold."""
