@@ -59,7 +59,7 @@ def decoded(stored: Tensor, combine: Combine, dtype: torch.dtype) -> Tensor:
 def _nearest(start: Tensor, values: Callable[[Tensor], Tensor], wanted: Tensor, dtype: torch.dtype) -> Tensor:
     """The float32 near ``start`` whose ``values``, rounded to ``dtype``, differ least often from those wanted."""
     best, fewest, wanted = start, wanted.numel() + 1, wanted.to(dtype)
-    for candidate in _around(start):
+    for candidate in _neighbors(start):
         wrong = int((values(candidate).to(dtype) != wanted).sum())
         if wrong < fewest:
             best, fewest = candidate, wrong
@@ -68,7 +68,8 @@ def _nearest(start: Tensor, values: Callable[[Tensor], Tensor], wanted: Tensor, 
     return best
 
 
-def _around(start: Tensor) -> list[Tensor]:
+def _neighbors(start: Tensor) -> list[Tensor]:
+    """``start`` and the float32 numbers beside it, the nearest first."""
     found, low, high = [start], start, start
     for _ in range(STEPS):
         low, high = torch.nextafter(low, torch.zeros(())), torch.nextafter(high, torch.tensor(torch.inf))

@@ -94,7 +94,7 @@ def save_gguf(file: Path, folder: Path) -> str | None:
             with temporary(folder) as place:
                 why = _save_model(transformers, _decoded(file, place), folder)
         except Exception:
-            why = f"transformers cannot read it ({_told(error)})"
+            why = f"transformers cannot read it ({_as_one_line(error)})"
     if why is not None:
         shutil.rmtree(folder)
         folder.mkdir()
@@ -135,10 +135,10 @@ def _save_tokenizer(transformers: Any, file: Path, folder: Path) -> None:
         with library_output(), read_quickly():
             transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     except Exception as error:
-        note(f"{file.name}: transformers cannot read its tokenizer ({_told(error)})")
+        note(f"{file.name}: transformers cannot read its tokenizer ({_as_one_line(error)})")
 
 
-def _told(error: Exception) -> str:
+def _as_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)[:LONGEST]}"
 
 

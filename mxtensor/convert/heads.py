@@ -15,7 +15,7 @@ def is_head(fqn: str) -> bool:
     return fqn.rpartition(".")[2] in HEAD_NAMES
 
 
-def lookups(model: nn.Module) -> set[int]:
+def embedding_weight_ids(model: nn.Module) -> set[int]:
     """The ids of embedding weights: a linear layer with such a weight is a head, whatever its name."""
     found = (module._parameters.get("weight") for module in model.modules() if isinstance(module, nn.Embedding))
     return {id(weight) for weight in found if weight is not None}
@@ -24,7 +24,7 @@ def lookups(model: nn.Module) -> set[int]:
 def heads(model: nn.Module) -> dict[str, nn.Linear]:
     """Every head by its fully qualified name: ``lm_head``, linear layers that share a weight with an embedding, and
     those that a model of transformers returns as its output embeddings."""
-    tied, named = lookups(model), set(_output_embeddings(model))
+    tied, named = embedding_weight_ids(model), set(_output_embeddings(model))
     return {
         fqn: module
         for fqn, module in model.named_modules()

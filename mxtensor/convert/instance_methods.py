@@ -59,10 +59,11 @@ def describe_weights(module: nn.Module) -> str:
 def footprint(module: nn.Module, return_buffers: bool = True) -> int:
     """transformers' ``get_memory_footprint()``, in which a quantized weight counts its codes and scales."""
     usual: int = type(module).get_memory_footprint(module, return_buffers)  # type: ignore[attr-defined]
-    return usual + sum(_more(parameter) for parameter in module.parameters())
+    return usual + sum(_extra_bytes(parameter) for parameter in module.parameters())
 
 
-def _more(parameter: Tensor) -> int:
+def _extra_bytes(parameter: Tensor) -> int:
+    """The bytes of a quantized weight, less those that torch counts for its outer dtype: usually negative."""
     weight = local_of(parameter)
     return weight.nbytes - weight.numel() * weight.element_size() if isinstance(weight, MXTensor) else 0
 

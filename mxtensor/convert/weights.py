@@ -16,7 +16,7 @@ from ..core.arguments import FLAG, FUNCTION, check, described, optional
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
 from ..training.local import is_sharded
-from .heads import heads, is_head, lookups
+from .heads import embedding_weight_ids, heads, is_head
 
 FilterFn = Callable[[nn.Module, str], bool]
 """(module, its fully qualified name) -> whether to quantize its weights."""
@@ -246,5 +246,5 @@ def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None, include_he
 
 def without_heads(model: nn.Module, weights: list[Weight]) -> list[Weight]:
     """``weights`` without those of heads and embeddings, as the default filter leaves them."""
-    left = lookups(model) | {id(head._parameters.get("weight")) for head in heads(model).values()}
+    left = embedding_weight_ids(model) | {id(head._parameters.get("weight")) for head in heads(model).values()}
     return [weight for weight in weights if id(weight.value) not in left]

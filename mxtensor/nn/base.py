@@ -29,7 +29,7 @@ from .module_state import StatefulModule
 from .product_state import CachedOperands, WeightShards
 from .styles import refuse
 from .tensor_parallel import Parallel, set_group_of_modules
-from .weight_shards import misfit, owner
+from .weight_shards import main_grad_misfit, owner
 
 
 class Active(NamedTuple):
@@ -101,7 +101,7 @@ class QuantizedModule(StatefulModule):
             )
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             for shard in (shard for shards in weights for shard in shards if shard.requires_grad):
-                has = misfit(owner(shard))
+                has = main_grad_misfit(owner(shard))
                 if has is not None:
                     raise RuntimeError(
                         f"{label}: fuse_wgrad_accumulation adds to weight.main_grad, and a weight of shape "

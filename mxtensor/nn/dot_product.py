@@ -34,7 +34,7 @@ from ..core.arguments import (
 )
 from ..core.compat import disable_torch_function
 from .arguments import check_heads, one_of, refuse_others
-from .te_extra_state import drops_extra_state
+from .te_extra_state import ignore_extra_state
 from .tensor_parallel import Parallel, tracker_of
 
 PaddingMask = Tensor | tuple[Tensor, Tensor]
@@ -156,7 +156,7 @@ class DotProductAttention(nn.Module):
         self.window_size = window_size
         self.softmax_scale = 1 / math.sqrt(self.channels[0]) if softmax_scale is None else softmax_scale
         self.layer_number = layer_number
-        drops_extra_state(self)
+        ignore_extra_state(self)
 
     def extra_repr(self) -> str:
         return (

@@ -26,7 +26,7 @@ class ScalingState:
     def __init__(self, states: Sequence[DelayedState], columns: Sequence[int | None]) -> None:
         self._states, self._columns = states, columns
 
-    def _each(self, values: Sequence[Tensor], other: float) -> Tensor:
+    def _columns_of(self, values: Sequence[Tensor], other: float) -> Tensor:
         """The columns of (..., 3) tensors, one after the other; ``other`` for those that are not cast."""
         columns = [
             torch.full_like(value[..., 0], other) if column is None else value[..., column]
@@ -38,7 +38,7 @@ class ScalingState:
     @property
     def scale(self) -> Tensor:
         """float32 (n,): the numbers by which the last pass multiplied values before it rounded them."""
-        return self._each([state.scale for state in self._states], 1.0)
+        return self._columns_of([state.scale for state in self._states], 1.0)
 
     @property
     def scale_inv(self) -> Tensor:
@@ -50,7 +50,7 @@ class ScalingState:
         """float32 (amax_history_len, n): the amaxes that the next scale is computed from, those of the last pass in
         row 0, and then from the newest to the oldest."""
         rows = [torch.cat([state.record.unsqueeze(0), state.history[:-1]]) for state in self._states]
-        return self._each(rows, 0.0)
+        return self._columns_of(rows, 0.0)
 
 
 class Fp8Meta(Mapping[str, Any]):
@@ -60,7 +60,8 @@ class Fp8Meta(Mapping[str, Any]):
     def __init__(self, module: Any) -> None:
         self._module = module
 
-    def _present(self) -> dict[str, Any]:
+    def _entries(self) -> dict[str, Any]:
+        """The keys that the mapping has now, with their values."""
         recipe, group, products = self._module._last_pass or (None, None, 0)
         found: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": group}
         if recipe is None:
@@ -73,7 +74,7 @@ class Fp8Meta(Mapping[str, Any]):
         return found
 
     def __getitem__(self, key: str) -> Any:
-        found = self._present()
+        found = self._entries()
         if key in found:
             return found[key]
         label, recipe = self._module.label, type(found.get("recipe")).__name__
@@ -87,10 +88,10 @@ class Fp8Meta(Mapping[str, Any]):
         raise KeyError(f"fp8_meta of {label} has no {key!r}; it has {', '.join(sorted(found))}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._present())
+        return iter(self._entries())
 
     def __len__(self) -> int:
-        return len(self._present())
+        return len(self._entries())
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._present()})"
+        return f"{type(self).__name__}({self._entries()})"

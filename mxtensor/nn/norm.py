@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.arguments import DEVICE, POSITIVE, Kind, check, checked, instance, is_integers, optional
 from .arguments import one_of
 from .base import QuantizedModule, cast_bias
-from .te_extra_state import drops_extra_state
+from .te_extra_state import ignore_extra_state
 from .tensor_parallel import WHOLE, Parallel
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -82,7 +82,7 @@ class Norm(nn.Module):
         has_bias = normalization == "LayerNorm"
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if has_bias else None
         self.reset_parameters()
-        drops_extra_state(self)
+        ignore_extra_state(self)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -149,7 +149,7 @@ class L2Norm(nn.Module):
     def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        drops_extra_state(self)
+        ignore_extra_state(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalized, in its dtype."""

@@ -52,7 +52,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.rotary_base, self.interleaved = rotary_base, interleaved
         self.interpolation, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
-        self.register_load_state_dict_pre_hook(_without_frequencies)
+        self.register_load_state_dict_pre_hook(_drop_frequencies)
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
@@ -78,7 +78,7 @@ class RotaryPositionEmbedding(nn.Module):
         return pairs[:, None, None, :]
 
 
-def _without_frequencies(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _drop_frequencies(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Drop ``inv_freq``, which TransformerEngine saves; here the arguments determine it."""
     state_dict.pop(prefix + "inv_freq", None)
 

@@ -89,7 +89,7 @@ def split_by_style(module: Any, style: Any, mode: str, mesh: Any) -> Any:
     return module
 
 
-def _first(x: Tensor, dim: int | None) -> Tensor:
+def _with_tokens_first(x: Tensor, dim: int | None) -> Tensor:
     """The dimension of tokens that ranks share as dim 0, for which the modules gather and scatter."""
     if dim is not None and dim >= x.dim() - 1:
         raise ValueError(f"Shard({dim}) of an input {tuple(x.shape)} is not a dimension of tokens; use Shard(-1)")
@@ -115,7 +115,7 @@ class _Given:
             x = x.redistribute(placements=[Replicate()])
         elif x.placements != (self.layout,):
             x = x.redistribute(placements=[self.layout])
-        return (_first(x.to_local(), self.dim), *others), rest
+        return (_with_tokens_first(x.to_local(), self.dim), *others), rest
 
 
 class _Returned:

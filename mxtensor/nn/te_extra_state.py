@@ -126,11 +126,12 @@ def _converted(
     return out
 
 
-def drops_extra_state(module: nn.Module) -> None:
+def ignore_extra_state(module: nn.Module) -> None:
     """Let ``module``, which has no state here, load state dicts of TransformerEngine, whose module has one."""
-    module.register_load_state_dict_pre_hook(_dropped)
+    module.register_load_state_dict_pre_hook(_drop_extra_state)
 
 
-def _dropped(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _drop_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """A hook before a state dict is loaded: remove the state of TransformerEngine's module."""
     for name in ("_extra_state", ATTENTION):
         state_dict.pop(prefix + name, None)

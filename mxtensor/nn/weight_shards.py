@@ -50,7 +50,7 @@ def version(parameter: Any) -> int:
     return int(parameter._version + (0 if local is parameter else local._version))
 
 
-def misfit(parameter: Any) -> str | None:
+def main_grad_misfit(parameter: Any) -> str | None:
     """What is wrong with ``parameter.main_grad``; None if gradients can be added to it."""
     main = getattr(parameter, "main_grad", None)
     if main is None:

@@ -52,7 +52,7 @@ def _attention(
 @implements(aten._native_multi_head_attention.default)
 def native_multi_head_attention(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
     """(output, attention weights), the latter empty unless wanted."""
-    q, k, v, _, heads, *weights, mask, need_weights, average, mask_type = _filled(func, args, kwargs)
+    q, k, v, _, heads, *weights, mask, need_weights, average, mask_type = _with_defaults(func, args, kwargs)
     out, probability = _attention(q, k, v, heads, tuple(weights), mask, mask_type)
     if not need_weights:
         return out, out.new_empty(0)
@@ -65,7 +65,7 @@ def transformer_encoder_layer_fwd(func: Any, args: Any, kwargs: Any) -> Tensor:
     (
         x, width, heads, qkv_weight, qkv_bias, out_weight, out_bias, use_gelu, norm_first, eps,
         *norms, up_weight, up_bias, down_weight, down_bias, mask, mask_type,
-    ) = _filled(func, args, kwargs)  # fmt: skip
+    ) = _with_defaults(func, args, kwargs)  # fmt: skip
     first, second = ([width], *norms[:2], eps), ([width], *norms[2:], eps)
 
     def attend(y: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def transformer_encoder_layer_fwd(func: Any, args: Any, kwargs: Any) -> Tensor:
     return F.layer_norm(x + feed(x), *second)
 
 
-def _filled(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def _with_defaults(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Every argument of the schema in order, defaults included."""
     out = list(args)
     for argument in func._schema.arguments[len(args) :]:

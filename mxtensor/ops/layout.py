@@ -126,7 +126,7 @@ def finish(
     """
     base = args[0]
     if out is None:
-        return read(func, args, kwargs, cuts(base, what))
+        return read(func, args, kwargs, why_cut(base, what))
     out = _as_view_of(base, out, base.storage_offset() + offset)
     if base._link is not None and out.shape == base.shape and out.stride() == base.stride():
         out._link = base._link
@@ -135,7 +135,7 @@ def finish(
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-def cuts(w: MXTensor, what: str) -> str:
+def why_cut(w: MXTensor, what: str) -> str:
     """The reason why a view is dequantized, for the log."""
     block = "x".join("all" if b == FULL else str(b) for b in w.format.block)
     return f"{what} cuts {block} blocks of {w.orientation.label}"

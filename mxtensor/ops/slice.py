@@ -15,7 +15,7 @@ from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
-from .layout import cuts, finish, outer, relabel, with_operands
+from .layout import finish, outer, relabel, why_cut, with_operands
 
 aten = torch.ops.aten
 
@@ -98,7 +98,7 @@ def _pieces(func: Any, args: Any, kwargs: Any, w: MXTensor, dim: int, lengths: l
     spans = list(zip([0, *ends], ends, strict=False))
     for start, end in spans:
         if sliced(w, dim % w.dim(), start, end, 1, w.stride()) is None:
-            return read(func, args, kwargs, cuts(w, f"[{start}:{end}:1] along dimension {dim}"))
+            return read(func, args, kwargs, why_cut(w, f"[{start}:{end}:1] along dimension {dim}"))
     return [aten.slice.Tensor(w, dim, start, end) for start, end in spans]
 
 
@@ -128,5 +128,5 @@ def unbind(func: Any, args: Any, kwargs: Any) -> Any:
     for i in range(w.shape[dim]):
         out.append(aten.select.int(w, dim, i))
         if not isinstance(out[-1], MXTensor):
-            return read(func, args, kwargs, cuts(w, f"an index of dimension {dim}"))
+            return read(func, args, kwargs, why_cut(w, f"an index of dimension {dim}"))
     return out

@@ -100,12 +100,12 @@ class MasterWeights(Optimizer):
 
     def _inside(self, group: dict[str, Any]) -> dict[str, Any]:
         """A parameter group for the inner optimizer."""
-        params: Iterable[Any] = [self._stepped(p) for p in group["params"]]
+        params: Iterable[Any] = [self._inner_parameter(p) for p in group["params"]]
         if "param_names" in group:
             params = zip(group["param_names"], params, strict=True)
         return {**group, "params": list(params)}
 
-    def _stepped(self, p: Tensor) -> Tensor:
+    def _inner_parameter(self, p: Tensor) -> Tensor:
         """The tensor that the inner optimizer updates for ``p``: its master weight, or ``p`` itself."""
         if not _HAS_MASTER[self._for](p):
             return p
