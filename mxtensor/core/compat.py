@@ -59,6 +59,7 @@ ATTRIBUTES = {
     "_forward_pre_hooks": "of torch.nn.Module: its hooks, of which one is registered only once",
     "_is_view": "whether autograd regards a tensor as a view",
     "_load_from_state_dict": "of torch.nn.Module; documented as the method to override",
+    "_local_tensor": "of a DTensor: the tensor of this rank; to_local() of a parameter is a view of it in torch 2.13",
     "_overloadname": "of an op: the name after the dot",
     "_overloadpacket": "of an op: all overloads of its name",
     "_member_map_": "of enum.Enum: members by name, aliases among them",

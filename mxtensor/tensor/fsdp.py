@@ -144,6 +144,12 @@ def _whole_operand(
     return Operand.from_tensors((data.view(format.element.dtype), scale), format, size)
 
 
+def local_part(out: Any) -> Any:
+    """The tensor that ``fsdp_post_all_gather`` has made, of the parameter that FSDP2 has made of it: with tensor
+    parallelism, a DTensor has it inside."""
+    return out._local_tensor if hasattr(out, "_local_tensor") else out
+
+
 def refilled(operands: Copies, outputs: tuple[Tensor, ...], gathered: Gathered) -> Copies:
     """The operands of a gathered weight after FSDP2 has filled ``outputs``, the memory under them, again.
 
@@ -225,6 +231,7 @@ class GatheredByFSDP2(Tensor):
     ) -> tuple[Any, tuple[Tensor, ...]] | None:
         """The whole tensor over the gathered ones, and those that FSDP2 frees and fills between uses."""
         if out is not None:
+            out = local_part(out)
             out._rowwise, out._columnwise = refilled((out._rowwise, out._columnwise), outputs, gathered)
             return None
         whole = gathered.whole

@@ -12,10 +12,7 @@ from torch import Tensor
 def local_of(t: Any) -> Any:
     """The local tensor of a DTensor; anything else itself."""
     module = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
-    if module is None or not isinstance(t, module.DTensor):
-        return t
-    with torch.no_grad():  # the tensor itself, not a view of it
-        return t.to_local()
+    return t if module is None or not isinstance(t, module.DTensor) else t._local_tensor
 
 
 def is_sharded(t: Any) -> bool:

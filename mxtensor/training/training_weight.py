@@ -30,7 +30,7 @@ from ..core.select import forced_kernel
 from ..core.when_imported import PENDING, after_import, install_pending
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import KeepsAttributes, parameter_of, refuse_attributes, set_attributes, user_attributes
-from ..tensor.fsdp import Gathered, Shard, gathered_operands, hook, refilled, shard_of
+from ..tensor.fsdp import Gathered, Shard, gathered_operands, hook, local_part, refilled, shard_of
 from ..tensor.graph_attributes import tell_dynamo
 from ..tensor.mxtensor import MXTensor
 from .gathered_weight import gathered_values, high_precision_inputs, quantized_inputs, refusal
@@ -215,7 +215,7 @@ class TrainingWeight(KeepsAttributes):
     ) -> tuple[TrainingWeight, tuple[Tensor, ...]] | None:
         """The whole weight over the gathered tensors, and those that FSDP2 frees and fills between uses."""
         if out is not None:  # a weight over these tensors, which FSDP2 has filled again
-            inside = values_of(out)
+            inside = values_of(local_part(out))
             if isinstance(inside, MXTensor):
                 inside._rowwise, inside._columnwise = refilled((inside._rowwise, inside._columnwise), outputs, gathered)
             return None

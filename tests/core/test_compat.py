@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -213,6 +214,7 @@ def test_the_attributes_of_torchs_objects_are_there():
     assert kind._member_map_ == {"ONE": kind.ONE} and scaler._enabled and scaler._per_optimizer_states == {}
     assert optimizer._optimizer_load_state_dict_pre_hooks == {} == optimizer._optimizer_load_state_dict_post_hooks
     assert attention._forward_pre_hooks == {} == attention._state_dict_hooks
+    assert "_local_tensor" in DTensor.__annotations__
     for method in ("_apply", "_save_to_state_dict", "_load_from_state_dict"):
         assert inspect.isfunction(getattr(nn.Module, method))
     tested = set(inspect.getsource(test_the_attributes_of_torchs_objects_are_there).replace(".", " ").split())
