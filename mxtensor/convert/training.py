@@ -7,8 +7,9 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recipe.linear_recipe import LinearRecipe
+from ..training.histories import delayed_states
 from ..training.interception import delayed_state
-from ..training.training_weight import TrainingWeight, delayed_states, values_of
+from ..training.training_weight import TrainingWeight, values_of
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where torch keeps the hooks of a parameter. Handles remove a hook from the dict itself."""

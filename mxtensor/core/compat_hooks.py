@@ -217,6 +217,34 @@ def _is_between(frame: FrameType) -> bool:
 # ---------------------------------------------------------------------------------------------- other libraries
 
 
+def hook_model_state_dicts(load: Callable[[Function, Any, dict[str, Any], bool, Callable[[str], str]], Any]) -> bool:
+    """Let ``load(usual, model, state_dict, broadcast, name_of)`` load a model where ``set_model_state_dict`` and
+    ``set_state_dict`` of ``torch.distributed.checkpoint`` do. ``usual(state_dict)`` is what they do, ``broadcast`` says
+    whether only rank 0 has a state dict, and ``name_of`` gives the name in a state dict for one of the model. True if
+    this torch has the place.
+
+    They look for an extra state in the class of a module, and do not ask its hooks. Missing: rank 0 alone loads it, and
+    that of a module inside DistributedDataParallel is an unexpected key.
+    """
+    place = import_module("torch.distributed.checkpoint.state_dict")
+    usual, names = getattr(place, "_load_model_state_dict", None), getattr(place, "_get_fqns", None)
+    if usual is None or names is None:
+        return False
+
+    @wraps(usual)
+    def load_model_state_dict(model: Any, state_dict: dict[str, Any], info: Any) -> Any:
+        if not info.handle_model:
+            return usual(model, state_dict, info)
+
+        def name_of(key: str) -> str:
+            return next(iter(names(model, key)))  # type: ignore[no-any-return]
+
+        return load(lambda given: usual(model, given, info), model, state_dict, info.broadcast_from_rank0, name_of)
+
+    place._load_model_state_dict = load_model_state_dict  # type: ignore[attr-defined]
+    return True
+
+
 def hook_method(kind: type, name: str, wrap: Callable[[Function], Function]) -> bool:
     """Replace a method of a class of torch or of another library by ``wrap(method)``. True if the class has it.
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from ..core.arguments import MODULE, Kind, check
 from ..training.delayed_scaling import DelayedState
+from ..training.histories import delayed_states
 from ..training.local import local_of
-from ..training.training_weight import delayed_states
 
 _GROUP = Kind(
     "a process group of torch.distributed, or None",

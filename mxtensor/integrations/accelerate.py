@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..core.compat_hooks import hook_function
 from ..training.delayed_scaling import DelayedState
+from ..training.histories import LOADED, STATE
 from ..training.state_dict import EXTRA_STATE, with_recipe
-from ..training.training_weight import LOADED, STATE, TrainingWeight
+from ..training.training_weight import TrainingWeight
 
 MODULES = ("accelerate.utils.modeling", "accelerate.utils", "accelerate.hooks")
 """Where ``set_module_tensor_to_device`` is defined, and where it is imported by name."""

@@ -24,10 +24,11 @@ from ..training import recompute
 from .calls import CALLS, FALLBACKS, STACK_CALLS, Call, IsWeight
 from .delayed_scaling import DelayedState
 from .experts import GATHERED, PRODUCTS, is_of_stack, note_if_experts
+from .histories import LOADED, STATE, owner_of
 from .linear import linear
 from .operands import Scales
 from .passes import Options
-from .training_weight import LOADED, STATE, WEIGHT_FUNCTIONS, TrainingWeight, values_of
+from .training_weight import WEIGHT_FUNCTIONS, TrainingWeight, values_of
 
 # ---------------------------------------------------------------------------------------------- calls
 
@@ -84,10 +85,10 @@ def _state_owner(weight: Tensor) -> tuple[Any, str]:
     whole = weight if base is None else base
     stack = getattr(whole, GATHERED, None)
     if isinstance(stack, Tensor):  # some matrices of a stack, which share its state
-        return stack, STATE
+        return owner_of(stack), STATE
     if base is None or base.numel() == weight.numel():
-        return whole, STATE
-    return base, f"{STATE}_{weight.storage_offset()}_{weight.numel()}"
+        return owner_of(whole), STATE
+    return owner_of(base), f"{STATE}_{weight.storage_offset()}_{weight.numel()}"
 
 
 def delayed_state(weight: Tensor, linear_recipe: LinearRecipe) -> DelayedState:

@@ -11,16 +11,20 @@ complete; the module then continues with those it has.
 from __future__ import annotations
 
 import re
+import warnings
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.when_imported import after_import
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from .delayed_scaling import DELAYED, DelayedState
+from .histories import LOADED, STATE, delayed_states
 from .local import local_of, sharded_like
 from .packed_states import packed, unpacked
-from .training_weight import LOADED, STATE, TrainingWeight, delayed_states
+from .training_weight import TrainingWeight
 
 SLICES = ("query, key and value", "query", "key and value", "query", "key", "value")
 """The layers that torch's attention makes of its one input weight: one, two or three of them."""
@@ -40,11 +44,18 @@ def register_state_dict_hooks(module: nn.Module) -> None:
 
 def save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Replace each TrainingWeight in a new state dict by its high-precision values."""
-    for name in module._parameters:
+    for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         weight = local_of(value)
         if isinstance(weight, TrainingWeight):
             state_dict[prefix + name] = sharded_like(value, weight.high_precision)
+        elif isinstance(module, nn.Linear) and name == "weight" and type(local_of(parameter)) is Tensor:
+            warnings.warn(  # a plain weight, which track_delayed_scaling has given these hooks, in a DTensor
+                f"the state dict lacks the amax histories of {prefix.removesuffix('.') or 'the model'}: under autocast "
+                "they belong to the weight that FSDP2 gathers, not to the shard; call quantize_(model, recipe) before "
+                "fully_shard instead of track_delayed_scaling(model)",
+                stacklevel=2,
+            )
     histories = {key: value for name, state in _states(module).items() for key, value in _named(name, state).items()}
     for name, parameter in module._parameters.items():
         for attribute, tensors in ({} if parameter is None else vars(parameter)).items():
@@ -115,6 +126,16 @@ def load_as_parameters(
         _load_states(module, state_dict, prefix, assign, histories, error_msgs)
 
 
+def has_histories(module: nn.Module) -> bool:
+    """Whether the extra state of the module is its amax histories."""
+    return any(hook is save_plain for hook in module._state_dict_hooks.values()) and not _has_extra_state(module)
+
+
+def load_histories(module: nn.Module, key: str, histories: Any, error_msgs: list[str]) -> None:
+    """Load the extra state of the module, which a state dict has under ``key``, into its parameters."""
+    _load_states(module, {}, key.removesuffix(EXTRA_STATE), False, histories, error_msgs)
+
+
 def _has_extra_state(module: nn.Module) -> bool:
     """Whether the class of the module has an extra state of its own, such as the modules of ``mxtensor.nn``."""
     return type(module).set_extra_state is not nn.Module.set_extra_state
@@ -175,3 +196,9 @@ def with_recipe(value: Any, parameter: nn.Parameter) -> Any:
     for name, state in delayed_states(weight).items():
         setattr(out, name, state if state.history.device == value.device else state.to(value.device))
     return out
+
+
+after_import(
+    "torch.distributed.checkpoint.state_dict",
+    lambda: import_module(".distributed_state_dict", __package__).install(),
+)

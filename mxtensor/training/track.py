@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .histories import delayed_states
 from .state_dict import register_state_dict_hooks
-from .training_weight import TrainingWeight, delayed_states
+from .training_weight import TrainingWeight
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ATTRIBUTE = "_mxtensor_histories"

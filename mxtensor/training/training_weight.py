@@ -34,29 +34,19 @@ from ..tensor.fsdp import Gathered, Shard, gathered_operands, hook, local_part, 
 from ..tensor.graph_attributes import tell_dynamo
 from ..tensor.mxtensor import MXTensor
 from .gathered_weight import gathered_values, high_precision_inputs, quantized_inputs, refusal
+from .histories import GATHERS, OWNER, STATE, delayed_states, with_states
 
 aten = torch.ops.aten
 
 WEIGHT_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """torch function -> rule(func, args, kwargs); ``interception.py`` fills it."""
 
-STATE = "_mxtensor_delayed_state"
-"""The attribute of a weight that stores the DelayedState of its layer."""
-LOADED = "_mxtensor_loaded_state"
-"""The attribute of a plain weight that stores the tensors of a loaded state, until a recipe is known; then the name
-goes on as that of STATE does."""
 WEIGHT_RESULTS = {
     aten.clone.default, aten.copy_.default, aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default,
     aten._pin_memory.default, aten._to_copy.default,
 }  # fmt: skip
 """Ops whose results are TrainingWeights, as are those of all views: modules, FSDP2 and hooks call them on a parameter
 without computing with it."""
-GATHERS = {aten.index.Tensor, aten.index_select.default}
-"""Ops whose results are stacks of some of the matrices of a stack, in any order, and TrainingWeights too."""
-COPIES = {aten.clone.default, aten._to_copy.default}
-SHARDS = {aten.new_zeros.default}
-"""Ops whose results get the amax history of delayed scaling: a copy of it, or, as all views do, the same one. FSDP2
-makes a shard by ``new_zeros``."""
 SHAPES = {
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
     aten.randn_like.default, aten.is_pinned.default,
@@ -155,7 +145,7 @@ class TrainingWeight(KeepsAttributes):
                 out.scattered = True
             if weights[0].refilled:
                 out.refilled = True
-            return _with_state(out, weights[0], func)  # type: ignore[no-any-return]
+            return _with_states(out, weights[0], func)  # type: ignore[no-any-return]
 
         plain_args, plain_kwargs = tree_map_only(TrainingWeight, inside, (args, kwargs or {}))
         gathers = func in GATHERS and isinstance(args[0], TrainingWeight) and _gives_matrices(args)
@@ -182,7 +172,7 @@ class TrainingWeight(KeepsAttributes):
         if id(self) not in memo:
             copied = _rebuild(self.high_precision.clone(), self.linear_recipe, self.requires_grad, is_parameter(self))
             copied.shard = self.shard  # type: ignore[attr-defined]
-            memo[id(self)] = _with_state(copied, self, aten.clone.default)
+            memo[id(self)] = _with_states(copied, self, aten.clone.default)
             if not is_parameter(self):
                 set_attributes(copied, copy.deepcopy(user_attributes(self), memo))
         return memo[id(self)]  # type: ignore[no-any-return]
@@ -215,19 +205,22 @@ class TrainingWeight(KeepsAttributes):
     ) -> tuple[TrainingWeight, tuple[Tensor, ...]] | None:
         """The whole weight over the gathered tensors, and those that FSDP2 frees and fills between uses."""
         if out is not None:  # a weight over these tensors, which FSDP2 has filled again
-            inside = values_of(local_part(out))
+            out = local_part(out)
+            inside = values_of(out)
             if isinstance(inside, MXTensor):
                 inside._rowwise, inside._columnwise = refilled((inside._rowwise, inside._columnwise), outputs, gathered)
+            setattr(out, OWNER, self)  # FSDP2 may have another shard since, as after load_state_dict(assign=True)
             return None
         if not gathered.quantized:
             out_values = TrainingWeight(gathered_values(outputs, gathered, dtype), self.linear_recipe)
             out_values.refilled = True
-            return _with_state(out_values, self, aten.detach.default), outputs
+            setattr(out_values, OWNER, self)
+            return out_values, outputs
         cast = self.linear_recipe.weight.rowwise
         assert cast is not None
         recipe = LinearRecipe.inference(cast, cast, self.linear_recipe.kernel_preference)
         whole = MXTensor(*gathered_operands(outputs, gathered), recipe, dtype, gathered.whole, checked=True)
-        return _with_state(TrainingWeight(whole, self.linear_recipe), self, aten.detach.default), outputs
+        return TrainingWeight(whole, self.linear_recipe), outputs
 
     def share_memory_(self) -> TrainingWeight:
         """Move the values to shared memory (torch's own method needs a storage, which a wrapper lacks)."""
@@ -251,11 +244,6 @@ def is_parameter(t: Tensor) -> bool:
     return isinstance(t, torch.nn.Parameter)
 
 
-def delayed_states(weight: Tensor) -> dict[str, Any]:
-    """Name of the attribute -> DelayedState, of all layers that ``weight`` serves: it, and slices of it."""
-    return {name: state for name, state in vars(weight).items() if name.startswith(STATE)}
-
-
 def _rebuild(
     values: Tensor, linear_recipe: LinearRecipe, requires_grad: bool, parameter: bool,
     states: dict[str, Any] | None = None, attributes: dict[str, Any] | None = None,
@@ -273,14 +261,11 @@ def _rebuild(
     return set_attributes(out, attributes or {})  # type: ignore[no-any-return]
 
 
-def _with_state(out: Tensor, weight: TrainingWeight, func: Any) -> Any:
-    """``out``, the result of ``func``, with the amax history of ``weight`` if it stands for the same weight."""
-    if weight.linear_recipe.delayed is not None and (
-        func in COPIES or func in SHARDS or func in GATHERS or func.is_view
-    ):
-        for name, state in delayed_states(weight).items():
-            setattr(out, name, state.to(out.device) if func in COPIES else state)
-    return out
+def _with_states(out: Tensor, weight: TrainingWeight, func: Any) -> Any:
+    """``with_states``, where histories may be: in delayed scaling, and with a gathered weight under ``autocast``."""
+    if weight.linear_recipe.delayed is None and OWNER not in vars(weight):
+        return out
+    return with_states(out, weight, func)
 
 
 def _shard_of(values: Tensor, weight: TrainingWeight, func: Any) -> Shard | None:

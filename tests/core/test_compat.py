@@ -423,6 +423,22 @@ def test_optimizers_take_a_kind_of_parameter_many_at_a_time(monkeypatch):
     assert not compat_hooks.let_optimizers_take(Kind)
 
 
+def test_a_models_state_dict_is_loaded_through_the_hook(monkeypatch):
+    place = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    monkeypatch.setattr(place, "_load_model_state_dict", place._load_model_state_dict)
+    model, seen = nn.Sequential(nn.Linear(2, 2)), []
+
+    def load(usual, given, state_dict, broadcast, name_of):
+        seen.append((given is model, broadcast, name_of("0.weight")))
+        return usual(state_dict)
+
+    assert compat_hooks.hook_model_state_dicts(load)
+    place.set_model_state_dict(model, {key: torch.ones_like(t) for key, t in model.state_dict().items()})
+    assert seen == [(True, False, "0.weight")] and model[0].weight.eq(1).all()
+    monkeypatch.delattr(place, "_get_fqns")
+    assert not compat_hooks.hook_model_state_dicts(load)
+
+
 def test_parameters_are_checked_before_they_are_flattened(monkeypatch):
     flat = importlib.import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
     seen = []

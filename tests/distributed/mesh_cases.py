@@ -34,7 +34,7 @@ def on_mesh(shape, config):
 
 
 @case
-def weights_gathered_again_on_a_mesh(rank, folder):
+def weights_gathered_twice_on_a_mesh(rank, folder):
     """(shape, config) -> the error of the results before and after a write that changes codes and scales."""
     warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # to_local, of torch's styles
     told = {}
@@ -42,11 +42,11 @@ def weights_gathered_again_on_a_mesh(rank, folder):
         for name, config in CONFIGS.items():
             one, two = mlp(config), on_mesh(shape, config)
             x, errors = torch.randn(TOKENS, IN), []
-            for factor in (1.0, -4.0, 0.125):
+            for times in (1.0, -4.0, 0.125):
                 with torch.no_grad():
                     for model in (one, two):
                         for layer in (model[0], model[2]):
-                            layer.weight.mul_(factor)
+                            layer.weight.mul_(times)
                     errors.append(error(two(x), one(x)))
             told[shape, name] = errors
     return told

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import mxtensor as mx
 from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from mxtensor.training.training_weight import delayed_states
+from mxtensor.training.histories import delayed_states
 from tests.distributed.fsdp_cases import message
 from tests.helpers.ranks import DEVICE, case, long_case
 

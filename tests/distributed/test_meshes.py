@@ -9,5 +9,5 @@ from tests.distributed.test_tensor_parallel import FLIPPED
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_weights_that_are_gathered_again_have_the_codes_and_scales_of_now(shape, config, ranks):
-    for told in ranks("weights_gathered_again_on_a_mesh"):
+    for told in ranks("weights_gathered_twice_on_a_mesh"):
         assert max(told[shape, config]) < FLIPPED, told[shape, config]

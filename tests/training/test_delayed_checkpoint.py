@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+from mxtensor.training.histories import STATE, delayed_states
 from mxtensor.training.packed_states import MAGIC, packed, unpacked
-from mxtensor.training.training_weight import STATE, delayed_states
 
 RECIPE = mx.recipe.DelayedScaling(amax_history_len=4)
 

@@ -1,0 +1,24 @@
+"""The amax histories of sharded models are saved, loaded and shared: the results of ``history_cases.py``."""
+
+import pytest
+
+from tests.distributed.history_cases import HISTORIES
+
+
+@pytest.mark.parametrize("how", ["sharded", "assigned", "from meta"])
+def test_histories_of_gathered_weights_are_those_of_the_shards(how, ranks):
+    for told in ranks("histories_of_shards"):
+        straight, continued, histories = told[how]
+        assert continued == straight and histories >= HISTORIES
+
+
+@pytest.mark.parametrize("how", ["replicated", "broadcast", "broadcast to the CPU", "whole on each rank"])
+def test_functions_of_torch_load_histories_on_every_rank(how, ranks):
+    for told in ranks("histories_in_torchs_state_dicts"):
+        straight, continued = told[how]
+        assert continued == straight
+
+
+def test_histories_that_a_state_dict_lacks_are_named(ranks):
+    for (said,) in ranks("histories_of_plain_layers"):
+        assert "lacks the amax histories of 0" in said and "call quantize_(model, recipe) before fully_shard" in said
