@@ -18,6 +18,7 @@ from ..core.arguments import check_plain, described
 from ..core.names import dtype_name
 from ..core.progress import with_progress
 from ..tensor.mxtensor import MXTensor
+from ..training.local import is_sharded
 from ..training.training_weight import values_of
 from .known import Known
 from .layout import Layout, Written, check_shapes
@@ -56,7 +57,8 @@ def save(
     ``path``: a new folder, or a file that ends in ``.safetensors``, or in ``.gguf`` for that layout. For a model of
     transformers, its ``config.json`` is written too. A weight that two modules share is stored once if the model lists
     it as tied, otherwise twice. ``overwrite``: replace the file, or the folder of a checkpoint with all files in it.
-    Raises NotImplementedError for a tensor that the layout cannot store, FileExistsError for an existing destination.
+    Raises NotImplementedError for a tensor that the layout cannot store and for one that is sharded over ranks,
+    FileExistsError for an existing destination.
     """
     chosen = writable(layout, path)
     config: dict[str, Any] = {}
@@ -70,6 +72,7 @@ def save(
         state = model
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
+    _check_whole(state)
     written = Written(config, Known(model if isinstance(model, nn.Module) else None))
     shapes = {k: (v.shape, v.format) for k, v in state.items() if isinstance(v, MXTensor) and v.rowwise is not None}
     check_shapes("save", chosen, shapes, "leave {} in high precision (filter_fn of quantize_)")
@@ -79,6 +82,17 @@ def save(
                 raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
             store_tensor(sink, chosen, written, name, values_of(value))
         sink.finish(merged(config, config_files(chosen, written), None))
+
+
+def _check_whole(state: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for a tensor of which each rank has a part."""
+    for name, value in state.items():
+        if is_sharded(value):
+            raise NotImplementedError(
+                f"save: {name} is sharded, {tuple(value.shape)} as {value.placements}: no rank has all of it; on every "
+                "rank call torch's get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load "
+                "the result into a model of one process, and save that"
+            )
 
 
 def with_bar(items: Iterable[Item], description: str, count: int, shown: bool) -> Iterable[Item]:

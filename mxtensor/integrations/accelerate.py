@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.compat_hooks import hook_function
+from ..tensor.mxtensor import MXTensor
 from ..training.delayed_scaling import DelayedState
 from ..training.histories import LOADED, STATE
 from ..training.state_dict import EXTRA_STATE, with_recipe
@@ -20,11 +21,14 @@ from ..training.training_weight import TrainingWeight
 
 MODULES = ("accelerate.utils.modeling", "accelerate.utils", "accelerate.hooks")
 """Where ``set_module_tensor_to_device`` is defined, and where it is imported by name."""
+FSDP_MODULES = ("accelerate.utils.fsdp_utils", "accelerate.utils")
+"""The same for ``fsdp2_load_full_state_dict``."""
 
 
 def install() -> None:
     """Let ``set_module_tensor_to_device`` make training weights of plain values, and move histories."""
     hook_function(MODULES, "set_module_tensor_to_device", _with_recipes)
+    hook_function(FSDP_MODULES, "fsdp2_load_full_state_dict", _of_values)
 
 
 def _with_recipes(usual: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,6 +54,25 @@ def _with_recipes(usual: Callable[..., Any]) -> Callable[..., Any]:
             setattr(new, name, history)
 
     return set_module_tensor_to_device
+
+
+def _of_values(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper of ``fsdp2_load_full_state_dict``, by which rank 0 sends the whole tensors of a model to the others:
+    they would wait for values where it sends codes."""
+
+    def fsdp2_load_full_state_dict(
+        accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        for name, value in full_sd.items():
+            if isinstance(value, MXTensor):
+                raise NotImplementedError(
+                    f"cpu_ram_efficient_loading sends values from rank 0 to the others, and {name} is an MXTensor in "
+                    f"{value.format}; set cpu_ram_efficient_loading=False (fsdp_cpu_ram_efficient_loading: false), and "
+                    "load the quantized model on every rank"
+                )
+        return usual(accelerator, model, full_sd, *args, **kwargs)
+
+    return fsdp2_load_full_state_dict
 
 
 def _histories(p: Tensor | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from .delayed_scaling import DelayedState
 from .experts import GATHERED, PRODUCTS, is_of_stack, note_if_experts
 from .histories import LOADED, STATE, owner_of
 from .linear import linear
+from .local import is_sharded
 from .operands import Scales
 from .passes import Options
 from .training_weight import WEIGHT_FUNCTIONS, TrainingWeight, values_of
@@ -177,6 +178,15 @@ def run(layer: Call, linear_recipe: LinearRecipe, group: Any = None) -> Tensor:
     return y.transpose(-1, -2) if flipped else y
 
 
+def _check_whole(weight: Tensor) -> None:
+    """Raise NotImplementedError for a layer under ``autocast`` that tensor parallelism has split."""
+    if is_sharded(weight):
+        raise NotImplementedError(
+            f"autocast: the weight {tuple(weight.shape)} is a DTensor, {weight.placements}, and its layer is "  # type: ignore[attr-defined]
+            "torch's own; call quantize_(model, recipe) before parallelize_module, with the styles of mx.parallel"
+        )
+
+
 # ---------------------------------------------------------------------------------------------- rules
 
 
@@ -206,6 +216,7 @@ def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: A
             return func(*args, **kwargs)
     layer = _read(func, args, kwargs, _is_tensor, _is_parameter_or_slice, is_of_stack)
     if layer is not None:
+        _check_whole(layer.weight)
         return run(layer, linear_recipe, group)
     note_if_experts(func, args, kwargs, in_mode=True)
     return func(*args, **kwargs)

@@ -93,7 +93,10 @@ NEVER_SEEN = {
     "{value}: {value} weights are in {value}, and their sums with the adapters were rounded: the rounding has "
     "{value} of the norm of what the adapters change, {value} in {value}. To lose less, keep the adapters, or merge "
     "them into the model in high precision and quantize that",
-    # needs accelerate: tests/integrations/test_accelerate.py
+    # need accelerate: tests/integrations/test_accelerate.py
+    "cpu_ram_efficient_loading sends values from rank 0 to the others, and {value} is an MXTensor in {value}; set "
+    "cpu_ram_efficient_loading=False (fsdp_cpu_ram_efficient_loading: false), and load the quantized model on every "
+    "rank",
     "{value} of this checkpoint has the amax histories of delayed scaling, and accelerate puts only parameters and "
     "buffers on the devices of a device_map: call load_checkpoint_in_model(model, checkpoint) without one, and then "
     "dispatch_model(model, device_map)",

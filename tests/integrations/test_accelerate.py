@@ -280,3 +280,13 @@ def test_special_dtypes_say_how_large_codes_are():
     assert modeling.compute_module_sizes(model, special_dtypes=sizes)[""] == codes
     memory = {"cpu": 5 * 64 * 64, "disk": 10**6}
     assert set(accelerate.infer_auto_device_map(model, memory, special_dtypes=sizes).values()) == {"cpu"}
+
+
+def test_codes_are_not_sent_where_other_ranks_wait_for_values():
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+
+    model = quantized(FORMAT)
+    with pytest.raises(
+        NotImplementedError, match=r"first\.weight is an MXTensor .* set cpu_ram_efficient_loading=False"
+    ):
+        fsdp2_load_full_state_dict(None, model, model.state_dict())
