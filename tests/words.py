@@ -98,7 +98,7 @@ ALLOWED = [
     (r"['\"]role['\"]", "a key of transformers' chat messages"),
     (r"scal(e|ing)[-_ ]factors?", "a scale factor is the field's word"),
     (r"\b(a|the same|this|some) factor of|by a factor|prime factors?", "a ratio, not an operand of a product"),
-    (r"(growth|backoff|divide|interpolation)_factor", "names of torch and TransformerEngine"),
+    (r"(growth|backoff|divide|interpolation|split)_factor", "names of torch and TransformerEngine"),
     (r"\.parts\b", "pathlib's attribute"),
     (r"_get_field_parts", "a method of gguf's reader"),
 ]

@@ -9,12 +9,14 @@ included.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ..core.arguments import described
+from ..core.shapes import contiguous_stride
+from ..recipe.rows import recipe_from_row
 from ..tensor.mxtensor import MXTensor
 from ..tensor.pickles import rebuild, rebuild_with_attributes
 from .layout import MERGES, SPLITS, Layout, Written, with_others
@@ -51,8 +53,37 @@ def header(name: str, t: MXTensor) -> dict[str, str]:
     return {PREFIX + name: json.dumps(fields)}
 
 
-def entry_of(name: str, text: str) -> Entry:
-    """The entry of a tensor whose metadata is ``text``. Raises ValueError for metadata that is not valid."""
+def entry_of(name: str, text: str, part: tuple[int, ...] | None = None) -> Entry:
+    """The entry of a tensor whose metadata is ``text``; with ``part``, of a part of that shape of each of its tensors.
+
+    Raises ValueError for metadata that is not valid.
+    """
+    sides, row, (dtype, size, stride, grad) = _fields(name, text)
+    if part is not None:
+        size, stride = part, contiguous_stride(part)
+    sources = tuple(f"{name}{side}_{kind}" for side, kinds in sides.items() for kind in kinds)
+    return Entry(sources, _builder(sides, row, (dtype, size, stride, grad)))
+
+
+def why_not_sharded(name: str, text: str, shards: Mapping[int, int]) -> str | None:
+    """Why a rank cannot read the tensor in equal parts, as ``shards`` says, dimension -> number of parts; None if it
+    can. A reader slices codes and scales as it would slice the values.
+    """
+    sides, row, (_, size, *_) = _fields(name, text)
+    format = recipe_from_row(row).stored.format
+    for dim, count in shards.items():
+        if size[dim] % count:
+            return f"{size[dim]} values do not divide into {count} equal parts"
+        if dim >= len(size) - 2 and "_columnwise" in sides:
+            return "a columnwise copy is stored transposed"
+        reason = format.why_not_split(dim - len(size), size[dim] // count, scales_differ=True)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _fields(name: str, text: str) -> tuple[dict[str, tuple[str, ...]], Any, tuple[Any, ...]]:
+    """Copy -> kinds of its tensors, the row of the recipe, and the outer tensor, (dtype, size, strides, False)."""
     try:
         fields = json.loads(text)
         copies, row = fields["copies"], fields["recipe"]
@@ -61,11 +92,9 @@ def entry_of(name: str, text: str) -> Entry:
             raise ValueError(f"copies must be of {', '.join(_SIDES)}, got {described(copies)}")
         if any(type(count) is not int or count not in (2, 3) for count in copies.values()):
             raise ValueError(f"each copy has 2 or 3 tensors, got {described(copies)}")
-        sides = {side: _TENSORS[:count] for side, count in copies.items()}
+        return {side: _TENSORS[:count] for side, count in copies.items()}, row, outer
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"the metadata of tensor {name} is not valid: {error!r:.200}") from error
-    sources = tuple(f"{name}{side}_{kind}" for side, kinds in sides.items() for kind in kinds)
-    return Entry(sources, _builder(sides, row, outer))
 
 
 def _builder(sides: dict[str, tuple[str, ...]], row: Any, outer: tuple[Any, ...]) -> Callable[..., Tensor]:

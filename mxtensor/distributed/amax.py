@@ -38,12 +38,13 @@ def share_amax(model: nn.Module, group: Any = None) -> None:
 
     Call it on every rank after the backward pass. With delayed scaling each rank otherwise scales by what it has seen
     itself, and a checkpoint, which stores a history once, would not continue all ranks exactly. One all-reduce of three
-    numbers per layer; nothing for a model without delayed scaling. Raises TypeError for another object.
+    numbers per layer; nothing for a model without delayed scaling, and in a process without a process group. Raises
+    TypeError for another object.
     """
     check("share_amax", "model", model, MODULE)
     check("share_amax", "group", group, _GROUP)
     states = _states(model)
-    if not states:
+    if not states or (group is None and not (dist.is_available() and dist.is_initialized())):
         return
     records = torch.stack([state.record for state in states])
     dist.all_reduce(records, dist.ReduceOp.MAX, group=group)

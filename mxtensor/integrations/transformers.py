@@ -36,6 +36,7 @@ from .transformers_load import (
     Freeze,
     Quantize,
     Stack,
+    check_shards,
     for_codes,
     has,
     keep_codes,
@@ -102,6 +103,7 @@ class MXQuantizer(HfQuantizer):
         self._left: set[str] = set()
         self._transforms: list[Any] = []
         self._merges: dict[Any, WeightConverter] = {}
+        self._unchecked: nn.Module | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         device_map = kwargs.get("device_map")
@@ -182,6 +184,7 @@ class MXQuantizer(HfQuantizer):
         in_files = [name for name in self._names() if any(name + side in self._in_files for side in SIDES)]
         self._taken = loaded_by(model, in_files, self._transforms)
         self._stored = dict(self._stored_names())
+        self._unchecked = model
         for name, taken in self._taken.items():
             for parameter in taken.parameters if taken.operations in MERGES else ():
                 self.stacked.setdefault(parameter, defaultdict(list))[taken.source or ""].append(name)
@@ -193,6 +196,13 @@ class MXQuantizer(HfQuantizer):
         renamings = [other for one in weight_conversions for other in (one, *for_codes(one))]
         usual = super().update_weight_conversions(renamings, model)
         return [*self._splits(), *self._merges.values(), *usual]
+
+    def get_new_dtype(self, *args: Any) -> Any:
+        """What transformers asks for each tensor before it reads any, when ranks have their parts of the model."""
+        if self._unchecked is not None:
+            model, self._unchecked = self._unchecked, None
+            check_shards(model, self._stored, self.metadata)
+        return super().get_new_dtype(*args)
 
     def _stored_names(self) -> Iterator[tuple[str, str]]:
         """Parameter -> its name in the metadata. That is the name in the files, or, of a saved model, its own."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -20,6 +21,7 @@ from ..convert.instance_methods import show_format
 from ..convert.quantize import inference_recipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
+from ..training.local import is_sharded, local_of
 from ..training.state_dict import register_state_dict_hooks
 
 patterns_of: Callable[[Any], tuple[list[str], list[str]]] = attrgetter(
@@ -106,9 +108,12 @@ class Deserialize(ConversionOps):
         found = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
         stored = self.hf_quantizer.stored_name(name)
         self.hf_quantizer.loaded.add(stored)
-        entry = native.entry_of(stored, self.hf_quantizer.metadata[native.PREFIX + stored])
+        module, leaf, _ = place(model, name)
+        parameter = getattr(module, leaf)
+        part = tuple(local_of(parameter).shape) if is_sharded(parameter) else None
+        entry = native.entry_of(stored, self.hf_quantizer.metadata[native.PREFIX + stored], part)
         tensors = [_ending(found, source.removeprefix(stored), name) for source in entry.sources]
-        _prepare(place(model, name)[0])
+        _prepare(module)
         value = entry.build(*tensors).to(dtype_of(model, name))
         return {name: nn.Parameter(value, requires_grad=False)}
 
@@ -174,6 +179,39 @@ class Freeze(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return self
+
+
+def shards_of(parameter: Any) -> dict[int, int]:
+    """Dimension -> number of equal parts of which ranks have some.
+
+    A rank has one of them, or one of each of several groups (``split_factor``: gates and ups in one stack).
+    """
+    shards: dict[int, int] = {}
+    if is_sharded(parameter):
+        for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            if hasattr(placement, "dim"):  # not replicated
+                dim = placement.dim % parameter.dim()
+                shards[dim] = shards.get(dim, 1) * ranks * getattr(placement, "split_factor", 1)
+    return shards
+
+
+def check_shards(model: nn.Module, stored: dict[str, str], metadata: dict[str, str]) -> None:
+    """Raise NotImplementedError for a quantized tensor of a checkpoint that ranks cannot read in their parts.
+
+    ``stored``: parameter -> name of its tensor in the metadata.
+    """
+    times = Counter(stored.values())
+    for name, tensor in stored.items():
+        shards = shards_of(model.get_parameter(name)) if has(model, name) else {}
+        if not shards:
+            continue
+        reason = native.why_not_sharded(tensor, metadata[native.PREFIX + tensor], shards)
+        reason = f"{name} is a part of it" if times[tensor] > 1 else reason
+        if reason is not None:
+            raise NotImplementedError(
+                f"{tensor} is quantized in the checkpoint, and ranks cannot read it in parts: {reason}; load the "
+                "high-precision checkpoint with quantization_config=mx.TransformersConfig(format)"
+            )
 
 
 def _ending(found: dict[str, Tensor], end: str, name: str) -> Tensor:

@@ -1,8 +1,10 @@
 """The amax histories of sharded models are saved, loaded and shared: the results of ``history_cases.py``."""
 
 import pytest
+import torch
 
-from tests.distributed.history_cases import HISTORIES
+import mxtensor as mx
+from tests.distributed.history_cases import HISTORIES, RECIPE, WIDTH
 
 
 @pytest.mark.parametrize("how", ["sharded", "assigned", "from meta"])
@@ -22,3 +24,11 @@ def test_functions_of_torch_load_histories_on_every_rank(how, ranks):
 def test_histories_that_a_state_dict_lacks_are_named(ranks):
     for (said,) in ranks("histories_of_plain_layers"):
         assert "lacks the amax histories of 0" in said and "call quantize_(model, recipe) before fully_shard" in said
+
+
+def test_without_a_process_group_there_is_nothing_to_share():
+    model = mx.quantize_(torch.nn.Linear(WIDTH, WIDTH), RECIPE)
+    model(torch.randn(4, WIDTH)).sum().backward()
+    before = model.state_dict()["_extra_state"]
+    mx.parallel.share_amax(model)
+    assert model.state_dict()["_extra_state"].equal(before)

@@ -93,6 +93,9 @@ NEVER_SEEN = {
     "{value}: {value} weights are in {value}, and their sums with the adapters were rounded: the rounding has "
     "{value} of the norm of what the adapters change, {value} in {value}. To lose less, keep the adapters, or merge "
     "them into the model in high precision and quantize that",
+    # needs ranks: tests/distributed/test_pretrained.py
+    "{value} is quantized in the checkpoint, and ranks cannot read it in parts: {value}; load the high-precision "
+    "checkpoint with quantization_config=mx.TransformersConfig(format)",
     # need accelerate: tests/integrations/test_accelerate.py
     "cpu_ram_efficient_loading sends values from rank 0 to the others, and {value} is an MXTensor in {value}; set "
     "cpu_ram_efficient_loading=False (fsdp_cpu_ram_efficient_loading: false), and load the quantized model on every "

@@ -26,7 +26,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-NAMES = ("expert", "nn", "parallel", "mesh", "collective", "monitor", "dcp", "history", "train", "fsdp", "bench")
+NAMES = (
+    "expert", "nn", "parallel", "mesh", "pretrained", "collective", "monitor",
+    "dcp", "history", "train", "fsdp", "bench",
+)  # fmt: skip
 MODULES = tuple(f"tests.distributed.{name}_cases" for name in NAMES)
 WORLD = 2
 PAIRS = max(torch.cuda.device_count() // WORLD, 1)
