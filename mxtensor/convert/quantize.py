@@ -61,10 +61,10 @@ def quantize_(
 
     Every weight is checked before the first one changes: if this raises ValueError or TypeError, for an unknown config
     or for a weight that cannot be quantized (not a parameter, as under weight_norm; not floating-point; sparse;
-    sharded; without values), the model is unchanged. After a later failure, such as an interrupt or too little memory,
-    a model for training is restored. For inference each original is freed when its weight is quantized, so that the
-    model needs at most the memory of one more weight than before; after a failure the model is usable, with some
-    weights quantized and the others unchanged, and another call quantizes the rest.
+    sharded; inside DistributedDataParallel; without values), the model is unchanged. After a later failure, such as an
+    interrupt or too little memory, a model for training is restored. For inference each original is freed when its
+    weight is quantized, so that the model needs at most the memory of one more weight than before; after a failure the
+    model is usable, with some weights quantized and the others unchanged, and another call quantizes the rest.
 
     Warns if no layer matches, or if ``include_head`` finds no head. Create the optimizer for training after this call:
     parameters are new objects over the same memory, with the attributes and hooks that were set on the old ones. A
@@ -86,6 +86,7 @@ def quantize_(
     if general is not None and general.trains and filter_fn is None:
         left_out += unknown_experts(model)
     changes = checked_changes(model, weights)
+    _check_replicas(model, changes)
     ours = modules_of_autocast(model) if general is not None and filter_fn is None else []
     if left_out or not (changes or ours):
         _warn(model, changes, left_out)
@@ -107,6 +108,22 @@ def quantize_(
     if any(not change.recipe.trains for change in changes) and not include_head and filter_fn is None:
         warn_of_unquantized_heads(model)
     return model
+
+
+def _check_replicas(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Raise ValueError for weights that would be new parameters, of which DistributedDataParallel reduces the old."""
+    for module in model.modules():
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
+            continue
+        reduced = {id(p) for p in module.parameters() if p.requires_grad}
+        for change in changes:
+            weight = change.places[0][0]._parameters[change.places[0][1]]
+            if id(weight) in reduced and not (change.recipe.trains and isinstance(weight, TrainingWeight)):
+                raise ValueError(
+                    f"quantize_: {change.fqn} is inside DistributedDataParallel, which reduces the gradients of the "
+                    "parameters that it was made with, and quantize_ makes new ones; call quantize_ before "
+                    "DistributedDataParallel"
+                )
 
 
 def _qat(model: ModuleT, config: QATConfig, filter_fn: FilterFn | None, include_head: bool) -> ModuleT:
