@@ -10,8 +10,9 @@ from torch import nn
 
 from ..core.arguments import MODULE, Kind, check
 from ..training.delayed_scaling import DelayedState
-from ..training.histories import delayed_states
+from ..training.histories import delayed_states, owner_of
 from ..training.local import local_of
+from ..training.training_weight import TrainingWeight
 
 _GROUP = Kind(
     "a process group of torch.distributed, or None",
@@ -32,19 +33,38 @@ def _states(model: nn.Module) -> list[DelayedState]:
     return list(found.values())
 
 
+def _complete(model: nn.Module, group: Any) -> None:
+    """Give the stacks of this rank the histories that another rank has: an expert without tokens has not run here."""
+    stacks: dict[str, TrainingWeight] = {}
+    for name, parameter in model.named_parameters():
+        weight = owner_of(local_of(parameter))
+        if isinstance(weight, TrainingWeight) and weight.dim() > 2 and weight.linear_recipe.delayed is not None:
+            stacks[name] = weight
+    if not stacks:
+        return
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, [(name, list(delayed_states(stack))) for name, stack in stacks.items()], group=group)
+    for name, attributes in (entry for of_rank in said for entry in of_rank):
+        for attribute in set(attributes) - set(delayed_states(stacks[name])):
+            setattr(stacks[name], attribute, DelayedState(stacks[name].linear_recipe, stacks[name].device))
+
+
 @torch.no_grad()
 def share_amax(model: nn.Module, group: Any = None) -> None:
     """Give all ranks of ``group`` (all ranks by default) the largest amax that any of them has recorded in this step.
 
     Call it on every rank after the backward pass. With delayed scaling each rank otherwise scales by what it has seen
     itself, and a checkpoint, which stores a history once, would not continue all ranks exactly. One all-reduce of three
-    numbers per layer; nothing for a model without delayed scaling, and in a process without a process group. Raises
-    TypeError for another object.
+    numbers per layer, and for stacks of experts the names of the slices that have run; nothing for a model without
+    delayed scaling, and in a process without a process group. Raises TypeError for another object.
     """
     check("share_amax", "model", model, MODULE)
     check("share_amax", "group", group, _GROUP)
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return
+    _complete(model, group)
     states = _states(model)
-    if not states or (group is None and not (dist.is_available() and dist.is_initialized())):
+    if not states:
         return
     records = torch.stack([state.record for state in states])
     dist.all_reduce(records, dist.ReduceOp.MAX, group=group)

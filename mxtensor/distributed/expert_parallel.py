@@ -26,6 +26,7 @@ from ..kernels.permute.select import choices_of_rows
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.experts import GATHERED
+from ..training.histories import OWNER, owner_of
 from ..training.local import local_of
 from ..training.permutation import merged, permuted
 from ..training.training_weight import TrainingWeight
@@ -65,11 +66,14 @@ def _number_of_experts(module: nn.Module) -> int:
 
 
 def _local_stack(parameter: DTensor) -> Tensor:
-    """The local tensor of a parameter. One of three dimensions is marked, so that ``autocast`` knows it, and views of
-    it, as a stack of weights."""
+    """The local tensor of a parameter, a new view in each pass, with the owner of its amax histories. One of three
+    dimensions is marked, so that ``autocast`` knows it, and views of it, as a stack of weights."""
     part = parameter.to_local()
-    for t in (part, part._base) if part.dim() > 2 else ():
-        if t is not None:
+    owner = owner_of(local_of(parameter))
+    for t in (part, part._base):
+        if t is not None and t is not owner:
+            setattr(t, OWNER, owner)
+        if t is not None and part.dim() > 2:
             setattr(t, GATHERED, True)
     return part
 

@@ -19,6 +19,7 @@ from ..core.explain import LOGS, record, record_traced
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
 from ..tensor.mxtensor import MXTensor
+from .histories import owner_of
 from .training_weight import TrainingWeight
 
 REASON = "this product by stacked experts is not read as linear layers"
@@ -112,6 +113,7 @@ def watched(func: Any, args: Any, kwargs: Any) -> Any:
         copied = func in COPIES and torch.compiler.is_dynamo_compiling() and is_of_stack(first)
         if gathered or copied:
             stack = getattr(first, GATHERED, first)
+            stack = owner_of(first) if stack is True else stack  # the stack of a rank, for ExpertParallel
             setattr(out, GATHERED, True if torch.compiler.is_dynamo_compiling() else stack)
     return out
 

@@ -21,7 +21,7 @@ from ..core.when_imported import after_import
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from .delayed_scaling import DELAYED, DelayedState
-from .histories import LOADED, STATE, delayed_states
+from .histories import LOADED, STATE, delayed_states, owner_of
 from .local import local_of, sharded_like
 from .packed_states import packed, unpacked
 from .training_weight import TrainingWeight
@@ -77,11 +77,19 @@ def _capacity(module: nn.Module) -> int:
 
 
 def _states(module: nn.Module) -> dict[tuple[str, str], DelayedState]:
-    """(name of a parameter, name of its attribute) -> the state of delayed scaling."""
+    """(name of a parameter, name of its attribute) -> the state of delayed scaling.
+
+    A shard that has not run has none yet (``to_empty``, ``ExpertParallel``), and gets one: torch.distributed.checkpoint
+    loads only what the state dict of the model has.
+    """
     found = {}
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            for attribute, state in delayed_states(local_of(parameter)).items():
+            weight = owner_of(local_of(parameter))
+            recipe = weight.linear_recipe if isinstance(weight, TrainingWeight) else None
+            if recipe is not None and recipe.delayed is not None and not (weight.is_meta or delayed_states(weight)):
+                setattr(weight, STATE, DelayedState(recipe, weight.device))
+            for attribute, state in delayed_states(weight).items():
                 if not state.history.is_meta:
                     found[name, attribute] = state
     return found

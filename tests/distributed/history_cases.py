@@ -4,16 +4,21 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import mxtensor as mx
 from mxtensor.distributed.amax import _states
 from mxtensor.recipe import DelayedScaling
+from mxtensor.training.histories import delayed_states
 from mxtensor.training.training_weight import values_of
+from tests.distributed.expert_cases import TopExperts, batch
 from tests.helpers.ranks import DEVICE, case
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -117,6 +122,17 @@ def whole():
 
 
 @case
+def histories_of_experts_without_tokens(rank, folder):
+    """The amax of each expert's gradient that this rank has for the next step: each rank has run one of two experts."""
+    torch.manual_seed(0)
+    model = mx.quantize_(Experts(), RECIPE)
+    hidden = nn.functional.linear(torch.randn(ROWS, WIDTH), model.gate_up_proj[rank])
+    (hidden[:, :WIDTH].square().sum() * (1 + rank)).backward()
+    mx.parallel.share_amax(model)
+    return {name: state.record.tolist() for name, state in sorted(delayed_states(model.gate_up_proj).items())}
+
+
+@case
 def histories_of_plain_layers(rank, folder):
     """The warning of a state dict that lacks the histories of a sharded model under ``autocast``."""
     model = fully_shard(mx.track_delayed_scaling(nn.Sequential(nn.Linear(WIDTH, WIDTH))))
@@ -138,3 +154,56 @@ def histories_in_torchs_state_dicts(rank, folder):
         "broadcast to the CPU": loaded_by_torch(sharded, lambda model: model, cpu_offload=True, **first),
         "whole on each rank": loaded_by_torch(sharded, lambda model: model, cpu_offload=False),
     }
+
+
+@case
+def histories_in_checkpoints(rank, folder):
+    """How -> the losses of a run, and of its continuation in a model that has not run: ``dcp.load`` fills what a state
+    dict has."""
+    told = {}
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+
+    def layers(meta):
+        torch.manual_seed(0)
+        with torch.device("meta" if meta else DEVICE):
+            model = mx.quantize_(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), RECIPE)
+        fully_shard(model)
+        return model.to_empty(device=DEVICE) if meta else model
+
+    def experts(meta):
+        torch.manual_seed(0)
+        return parallelize_module(mx.quantize_(TopExperts(), RECIPE), mesh, mx.parallel.ExpertParallel())
+
+    for how, made, inputs in (("from meta", layers, of_layers), ("experts", experts, of_experts)):
+        first, second = made(False), made(True)
+        run(first, inputs, (1, 2, 3))
+        path = f"{folder}/histories of {how}"
+        dcp.save(get_model_state_dict(first), checkpoint_id=path)
+        state = get_model_state_dict(second)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(second, state)
+        told[how] = run(first, inputs, (4, 5)), run(second, inputs, (4, 5))
+    return told
+
+
+def of_layers(number):
+    return (torch.randn(ROWS, WIDTH) * number,)
+
+
+def of_experts(number):
+    x, index, weights = batch(dist.get_rank())
+    return x * number, index, weights
+
+
+def run(model, inputs, numbers):
+    """The losses of steps of SGD, with shared histories."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for number in numbers:
+        torch.manual_seed(number)
+        loss = model(*inputs(number)).square().mean()
+        loss.backward()
+        mx.parallel.share_amax(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

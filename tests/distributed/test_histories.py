@@ -21,6 +21,23 @@ def test_functions_of_torch_load_histories_on_every_rank(how, ranks):
         assert continued == straight
 
 
+@pytest.mark.parametrize("how", ["from meta", "experts"])
+def test_a_model_that_has_not_run_loads_histories_from_a_checkpoint(how, ranks):
+    for told in ranks("histories_in_checkpoints"):
+        straight, continued = told[how]
+        assert continued == straight
+
+
+def test_ranks_share_the_amax_of_experts_that_one_of_them_has_run(ranks):
+    first, second = ranks("histories_of_experts_without_tokens")
+    assert first == second and len(first) == 3
+    assert [min(amax) > 0 for _, amax in sorted(first.items())] == [
+        False,
+        True,
+        True,
+    ]  # that of the whole stack is first
+
+
 def test_histories_that_a_state_dict_lacks_are_named(ranks):
     for (said,) in ranks("histories_of_plain_layers"):
         assert "lacks the amax histories of 0" in said and "call quantize_(model, recipe) before fully_shard" in said
