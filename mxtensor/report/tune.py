@@ -149,10 +149,12 @@ def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator
 
 
 class Graph:
-    """Several calls as one CUDA graph, as a decoding loop replays them."""
+    """Several calls as one CUDA graph, as a decoding loop replays them: each has run before, so that the graph finds the
+    forms of weights that are cached."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
-        for call in calls[:2]:
+        calls[0]()
+        for call in calls:
             call()
         torch.cuda.synchronize()
         self.calls, self.graph = calls, torch.cuda.CUDAGraph()  # the graph reads the tensors of the calls
