@@ -149,8 +149,8 @@ def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator
 
 
 class Graph:
-    """Several calls as one CUDA graph, as a decoding loop replays them: each has run before, so that the graph finds the
-    forms of weights that are cached."""
+    """Several calls as one CUDA graph, as a decoding loop replays them: each has run before, so that the graph finds
+    the forms of weights that are cached."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         calls[0]()
