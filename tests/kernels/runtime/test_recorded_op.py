@@ -8,6 +8,7 @@ from mxtensor.core.plan import PLANS
 from mxtensor.core.repeated import Repeated
 from mxtensor.kernels.gemm.fp8_rows_both import rows_of_both
 from mxtensor.kernels.gemm.row_operand import RowOperand
+from mxtensor.kernels.quantize.triton_ops import cast_arguments
 from mxtensor.kernels.runtime import recorded_op
 from mxtensor.kernels.runtime.recorded_op import recorded
 from tests.helpers.stand_in import BF16
@@ -86,13 +87,14 @@ def test_a_call_that_cannot_be_recorded_runs_every_time():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 def test_the_casts_of_a_training_graph_are_programs():
     pytest.importorskip("triton")
-    op, cast = torch.ops.mxtensor.cast_both_to_rows, mx.Cast.of("mxfp8")
-    for _ in range(3):
-        x = torch.randn(32, 64).to(BF16)
-        made = op(x, "mxfp8_e4m3", *CAST, True)
-        for memory, expected in zip(made, rows_of_both(x, cast), strict=True):
-            one = RowOperand.inside(memory, expected.format, expected.shape)
-            assert all(torch.equal(a, b) for a, b in zip(one[:3], expected[:3], strict=True))
-    assert all(p is not None for p in programs()) and programs()
-    with pytest.raises(ValueError, match="casts 8-bit elements"):
-        op(x, "mxfp4", *CAST, True)
+    op = torch.ops.mxtensor.cast_both_to_rows
+    for cast in (mx.Cast.of("mxfp8"), mx.Cast.of("mxfp4", rounding="stochastic", seed=7), mx.Cast.of("mxfp8[32x32]")):
+        for _ in range(3):
+            x = torch.randn(32, 64).to(BF16)
+            made = op(x, *cast_arguments(cast), True)
+            for memory, expected in zip(made, rows_of_both(x, cast), strict=True):
+                one = RowOperand.inside(memory, expected.format, expected.shape)
+                assert all(torch.equal(a, b) for a, b in zip(one[:3], expected[:3], strict=True))
+        assert all(p is not None for p in programs()) and programs()
+    with pytest.raises(ValueError, match="casts blocks of 32 values or more"):
+        op(x, "mxfp4[1x16]", *CAST, True)
