@@ -8,9 +8,7 @@ accumulator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -246,9 +244,10 @@ def _refuses_group_scales(
     return None
 
 
-def _with_scales(side: FakeQuantized, scales: Callable[[FakeQuantized], Tensor]) -> tuple[Tensor, Tensor]:
-    """The values of an operand in bfloat16, and the scales of its rows."""
-    return side.values.to(torch.bfloat16).contiguous(), scales(side)
+def _in_bfloat16(side: GemmOperand) -> FakeQuantized:
+    """An operand whose groups have global scales, with values in bfloat16, which represents them."""
+    assert isinstance(side, FakeQuantized)
+    return replace(side, values=side.values.to(torch.bfloat16))
 
 
 def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQuantized | Tensor:
@@ -263,10 +262,8 @@ def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQua
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     if has_group_scales(a):
-        assert isinstance(a, FakeQuantized) and isinstance(b, FakeQuantized)
-        return fp8_rows_groups_mm.multiply(
-            *_with_scales(a, group_scales.of_rows), *_with_scales(b, group_scales.of_stack), ends, a.shape[0]
-        )
+        left_rows, right_rows = (group_scales.with_rows(_in_bfloat16(side)) for side in (a, b))
+        return fp8_rows_groups_mm.multiply(*left_rows, *right_rows, ends, a.shape[0])
     left, _ = _values(a)
     if left.device.type == "cuda":
         right, _ = _values(b)
@@ -297,12 +294,8 @@ def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, ar
 
 def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
     if has_group_scales(a):
-        assert isinstance(a, FakeQuantized) and isinstance(b, FakeQuantized)
-        sides = (_with_scales(side, partial(group_scales.of_columns, groups=groups)) for side in (a, b))
-        (a_values, a_scales), (b_values, b_scales) = sides
-        return fp8_rows_groups_mm.multiply(
-            a_values, a_scales, b_values, b_scales, groups.given, groups.rows, groups.block
-        )
+        left_columns, right_columns = (group_scales.with_columns(_in_bfloat16(side), groups) for side in (a, b))
+        return fp8_rows_groups_mm.multiply(*left_columns, *right_columns, groups.given, groups.rows, groups.block)
     left, right = _values(a)[0], _values(b)[0]
     if left.device.type == "cuda":  # the padding of a group is zeros, and every group has some rows
         return torch._grouped_mm(left, right.transpose(-1, -2), offs=groups.padded_ends)

@@ -6,19 +6,19 @@ row may be any distance apart. Stacks of matrices are cast as one matrix of all 
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor
 
-from ...core.kernel import Kernel, Spec
+from ...core.kernel import Kernel
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Rounding
 from ...numerics.operand import Operand, transposed
 from ...numerics.row_scaled import why_not
 from ..quantize.select import quantize_operand
-from ..quantize.triton_common import refuses
 from .fp8_rows_both import Pair, why_not_both
 from .fp8_rows_operand import matrix_of, rows_of_operand
-from .fp8_rows_ops import operand_to_rows
+from .fp8_rows_ops import operand_to_rows, refuses_rows
 from .row_operand import INNER, RowOperand
 from .spec import Form, GemmOperand, Unquantized
 
@@ -63,27 +63,13 @@ def _row_scaled(operand: Operand, traced: bool) -> RowOperand:
     return RowOperand(codes, row_scale, beyond, matrix.scale, matrix.format, tuple(operand.shape))
 
 
-def _refuses(
-    spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
-    amax: Tensor | None, record: Tensor | None,
-) -> str | None:  # fmt: skip
-    if {rowwise, columnwise} - {None} != {Form.ROWS}:
-        return "casts to the row-scaled form"
-    return refuses(spec) or why_not_by_codes(x, cast)
-
-
-def _pair(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, traced: bool) -> Pair:
+def _pair(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object, traced: bool) -> Pair:
     operand = quantize_operand(x, cast)
     row = _row_scaled(operand, traced) if rowwise is not None else None
     return row, _row_scaled(transposed(operand), traced) if columnwise is not None else None
 
 
-def _run(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
-    return _pair(x, cast, rowwise, columnwise, False)
-
-
-def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
-    return _pair(x, cast, rowwise, columnwise, True)
-
-
-PAIR = Kernel("triton rows by codes", _refuses, _run, "cuda", _run_traced)
+PAIR = Kernel(
+    "triton rows by codes", refuses_rows(why_not_by_codes), partial(_pair, traced=False), "cuda",
+    partial(_pair, traced=True),
+)  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -121,13 +123,17 @@ def _(x, ends, block, format, scaling, rounding, seed, amax_epsilon, rowwise):  
 # ---------------------------------------------------------------------------------------------- the kernel
 
 
-def _refuses(
-    spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
-    amax: Tensor | None, record: Tensor | None,
-) -> str | None:  # fmt: skip
-    if {rowwise, columnwise} - {None} != {Form.ROWS}:
-        return "casts to the row-scaled form"
-    return refuses(spec) or why_not_both(x, cast)
+def refuses_rows(why_not_cast: Callable[[Tensor, Cast], str | None]) -> Callable[..., str | None]:
+    """``refuses`` of a kernel of pairs that casts, to the row-scaled form alone, what ``why_not_cast`` accepts."""
+
+    def _refuses(
+        spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object
+    ) -> str | None:
+        if {rowwise, columnwise} - {None} != {Form.ROWS}:
+            return "casts to the row-scaled form"
+        return refuses(spec) or why_not_cast(x, cast)
+
+    return _refuses
 
 
 def _is_transposed(x: Tensor, cast: Cast) -> bool:
@@ -168,7 +174,7 @@ def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | 
     return row, None if columnwise is None else RowOperand.inside(memory[-1], format, transpose)
 
 
-PAIR = Kernel("triton rows", _refuses, _run, "cuda", _run_traced)
+PAIR = Kernel("triton rows", refuses_rows(why_not_both), _run, "cuda", _run_traced)
 
 
 def _no_refusal(*_: object) -> None:

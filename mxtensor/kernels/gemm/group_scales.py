@@ -15,13 +15,8 @@ def _scale(side: FakeQuantized) -> Tensor:
 
 
 def of_rows(side: FakeQuantized) -> Tensor:
-    """float32 (M,), from those of rows in groups (M, K)."""
-    return _scale(side).expand(side.shape[0], 1).reshape(-1)
-
-
-def of_stack(side: FakeQuantized) -> Tensor:
-    """float32 (G * N,), from those of a stack (G, N, K)."""
-    return _scale(side).expand(*side.shape[:2], 1).reshape(-1)
+    """float32 (rows,), from those of rows in groups (M, K) or of a stack (G, N, K)."""
+    return _scale(side).expand(*side.shape[:-1], 1).reshape(-1)
 
 
 def of_columns(side: FakeQuantized, groups: Groups) -> Tensor:
@@ -29,3 +24,13 @@ def of_columns(side: FakeQuantized, groups: Groups) -> Tensor:
     scale = _scale(side).expand(side.shape[0], groups.length)
     starts = F.pad(groups.padded_ends, (1, 0)).narrow(0, 0, groups.number).clamp(max=groups.length - 1)
     return scale.index_select(1, starts).t().reshape(-1)
+
+
+def with_rows(side: FakeQuantized) -> tuple[Tensor, Tensor]:
+    """Values, and ``of_rows``: a side of ``fp8_rows_groups_mm.multiply``."""
+    return side.values.contiguous(), of_rows(side)
+
+
+def with_columns(side: FakeQuantized, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Values, and ``of_columns``."""
+    return side.values.contiguous(), of_columns(side, groups)

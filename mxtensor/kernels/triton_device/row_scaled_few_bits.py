@@ -13,37 +13,15 @@ from .quantize import random_words
 from .row_scaled import exponent_of, to_e4m3
 from .row_scaled_moved import OWN_TOP
 from .values import round_words, side_by_side
-from .words import high_value, low_value
+from .words import E4M3_COLUMNS, E4M3_ROW, high_value, low_value
 
-E4M3_OF_COLUMNS = tl.constexpr("""{
-.reg .b32 l0, l1, l2, l3, h0, h1, h2, h3;
-.reg .b16 p, q;
-shl.b32 l0, $2, 16;
-shl.b32 l1, $3, 16;
-shl.b32 l2, $4, 16;
-shl.b32 l3, $5, 16;
-and.b32 h0, $2, 0xffff0000;
-and.b32 h1, $3, 0xffff0000;
-and.b32 h2, $4, 0xffff0000;
-and.b32 h3, $5, 0xffff0000;
-cvt.rn.satfinite.e4m3x2.f32 p, l1, l0;
-cvt.rn.satfinite.e4m3x2.f32 q, l3, l2;
-mov.b32 $0, {p, q};
-cvt.rn.satfinite.e4m3x2.f32 p, h1, h0;
-cvt.rn.satfinite.e4m3x2.f32 q, h3, h2;
-mov.b32 $1, {p, q};
-}""")
-E4M3_OF_ROW = tl.constexpr("""{
-.reg .b32 l0, l1, h0, h1;
-.reg .b16 p, q;
-shl.b32 l0, $1, 16;
-and.b32 h0, $1, 0xffff0000;
-shl.b32 l1, $2, 16;
-and.b32 h1, $2, 0xffff0000;
-cvt.rn.satfinite.e4m3x2.f32 p, h0, l0;
-cvt.rn.satfinite.e4m3x2.f32 q, h1, l1;
-mov.b32 $0, {p, q};
-}""")
+
+def _without_products(ptx):
+    """The instructions of ``words`` for values that need no multiplier."""
+    return tl.constexpr("\n".join(line for line in ptx.value.split("\n") if not line.startswith("mul")))
+
+
+E4M3_OF_COLUMNS, E4M3_OF_ROW = _without_products(E4M3_COLUMNS), _without_products(E4M3_ROW)
 
 
 @triton.jit

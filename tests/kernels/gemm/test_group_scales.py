@@ -68,7 +68,7 @@ def test_a_scale_belongs_to_each_row_of_each_group():
     rows = FakeQuantized(torch.zeros(50, 32), torch.arange(50.0)[:, None], format)
     assert torch.equal(group_scales.of_rows(rows), torch.arange(50.0))
     stack = FakeQuantized(torch.zeros(3, 2, 32), torch.tensor([1.0, 2.0, 3.0])[:, None, None], format)
-    assert group_scales.of_stack(stack).tolist() == [1, 1, 2, 2, 3, 3]
+    assert group_scales.of_rows(stack).tolist() == [1, 1, 2, 2, 3, 3]
     assert groups.padded_ends.tolist() == [32, 48, 80]
     place = torch.arange(float(groups.length))
     columns = FakeQuantized(torch.zeros(2, groups.length), torch.stack([place, 100 + place]), format)
