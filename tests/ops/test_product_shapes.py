@@ -35,3 +35,13 @@ def test_stacks_without_values_multiply_as_torch(name, shape):
         y = torch.bmm(x, w.mT)
         assert y.shape == (3, 4, shape[0]) and not y.any()
         assert w[torch.tensor([2, 0])].shape == (2, *shape)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 7), (5, 1), (1, 7)], ids=str)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4-weight-only"])
+def test_a_bias_of_a_linear_layer_broadcasts(name, shape):
+    w, x, bias = mx.quantize_(torch.nn.Linear(32, 7), name).weight, torch.randn(5, 32), torch.randn(shape)
+    with torch.no_grad():
+        expected = F.linear(x, w) + bias
+        for _ in range(3):  # the later calls may take the launch of the first one
+            torch.testing.assert_close(F.linear(x, w, bias), expected)
