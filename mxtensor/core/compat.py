@@ -111,6 +111,11 @@ is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = torch._C._functorc
 
 torch.func has no public question for it. Missing: ``import mxtensor`` fails.
 """
+is_batched_gradient: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a gradient is that of ``torch.autograd.grad(is_grads_batched=True)``, which is no transform of torch.func.
+
+torch has no public question for it. Missing: ``import mxtensor`` fails.
+"""
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 """The active ``TorchFunctionMode``, the innermost last: Dynamo reads them, and no ContextVar.
 
@@ -214,6 +219,34 @@ def keep_address(t: torch.Tensor) -> None:
     mark = getattr(torch._dynamo, "mark_static_address", None)
     if mark is not None:
         mark(t)
+
+
+# ---------------------------------------------------------------------------------------------- nested tensors
+
+
+def ragged_dim(x: torch.Tensor) -> int:
+    """The dimension of a jagged nested tensor in which its parts differ in length.
+
+    ``torch.nested`` has no public question for it. Missing: AttributeError for a nested tensor.
+    """
+    return int(x._ragged_idx)  # type: ignore[attr-defined]
+
+
+def jagged_like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A jagged nested tensor of ``values``, with the parts of ``x``.
+
+    ``torch.nested.nested_tensor_from_jagged`` calls the same function, and refuses to while AOTAutograd traces. Only
+    ``x`` knows how long its shortest and longest part are without reading offsets from a GPU. Missing: ImportError or
+    AttributeError for a nested tensor.
+    """
+    from torch.nested._internal.nested_tensor import nested_view_from_values_offsets_lengths
+
+    nested: Any = x
+    lengths = nested._maybe_min_seqlen, nested._maybe_max_seqlen
+    made: torch.Tensor = nested_view_from_values_offsets_lengths(
+        values, nested.offsets(), nested.lengths(), ragged_dim(x), *lengths
+    )
+    return made
 
 
 # ---------------------------------------------------------------------------------------------- nn.Module

@@ -8,7 +8,7 @@ torch has no such place. All were seen in torch 2.11, 2.13 and 2.15 unless the f
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from importlib import import_module
@@ -182,6 +182,32 @@ def attention_over(linear: Function) -> Function:
             names[name] = FunctionType(function.__code__, names, name, function.__defaults__, function.__closure__)
             names[name].__kwdefaults__ = function.__kwdefaults__
     return names["multi_head_attention_forward"]  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------- nested tensors
+
+
+def let_weights_answer(kind: type[torch.Tensor], functions: Container[Any]) -> bool:
+    """Let ``kind.__torch_function__`` answer calls of ``functions`` that get a jagged nested tensor before a ``kind``.
+    True if this torch has the place.
+
+    torch asks the classes of the arguments from left to right, and that of nested tensors answers every call. Missing:
+    the layer runs in high precision.
+    """
+    nested = getattr(import_module("torch.nested._internal.nested_tensor"), "NestedTensor", None)
+    usual = None if nested is None else vars(nested).get("__torch_function__")
+    if not isinstance(usual, classmethod):
+        return False
+    answer = usual.__func__
+
+    @wraps(answer)
+    def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in functions and any(issubclass(t, kind) for t in types):
+            return NotImplemented
+        return answer(cls, func, types, args, kwargs)
+
+    nested.__torch_function__ = classmethod(torch_function)  # type: ignore[union-attr]
+    return True
 
 
 # ---------------------------------------------------------------------------------------------- torch.distributed

@@ -41,6 +41,8 @@ def _call(func: Any, args: Any, kwargs: Any, is_weight: IsWeight, is_transposed_
     if call is None or not isinstance(call.weight, Tensor):
         return None
     x, weight, bias = call[:3]
+    if not call.transposed and weight.dim() != 2:  # a product with a vector, or an error of torch's
+        return None
     if not (is_transposed_weight if call.transposed else is_weight)(weight):
         return None
     if call.transposed and not (

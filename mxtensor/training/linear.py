@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.compat import disable_torch_function, is_exporting, is_jit_tracing, nonstrict_trace
+from ..core.compat import (
+    disable_torch_function,
+    functorch_interpreter,
+    is_batched_gradient,
+    is_exporting,
+    is_jit_tracing,
+    nonstrict_trace,
+)
 from ..core.names import dtype_name
+from ..core.nested import over_rows
 from ..core.select import dispatch_context, forced_kernel, restore_context
 from ..core.shapes import as_matrix
 from ..core.torch_autocast import without_autocast
@@ -53,8 +61,18 @@ def linear(
     int32 (G,), rows ``ends[g - 1]`` to ``ends[g]`` of x (M, K) are multiplied by ``weight[g]``; rows after the last end
     give zeros. Each matrix and each group is cast as if it were alone (``stack_operands.py``).
 
-    Raises TypeError for dtypes that have no gradient, ValueError where shapes or devices do not fit.
+    A nested tensor x gives one with the same lengths: all its rows are one matrix.
+
+    Raises TypeError for dtypes that have no gradient, ValueError where shapes or devices do not fit,
+    NotImplementedError inside transforms of ``torch.func``.
     """
+    if x.is_nested:
+        if weight.dim() != 2:
+            raise NotImplementedError(
+                f"linear: a nested tensor cannot be multiplied by a stack of weights {tuple(weight.shape)} that trains "
+                "quantized; pass its parts, x.unbind(), one by one, or compute inside mx.autocast(enabled=False)"
+            )
+        return over_rows(lambda rows: linear(rows, weight, bias, options, scales, cached), x)
     if torch.compiler.is_dynamo_compiling():
         assert options.on_wgrad is None and cached is None, "these options are for eager code"
         given = (bias, ends)
@@ -118,11 +136,20 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             "linear: torch.jit.trace cannot record a layer that trains quantized; use torch.export or torch.compile, "
             "or trace a model that was quantized for inference"
         )
+    _refuse_transforms(x)
     for name, t in (("input", x), ("weight", weight), ("bias", bias)):
         if t is not None and not t.dtype.is_floating_point:
             raise TypeError(f"linear: the {name} is {dtype_name(t.dtype)}; convert it to a float dtype")
         if t is not None and t.device != x.device:
             raise ValueError(f"linear: the input is on {x.device}, the {name} on {t.device}; move one with .to()")
+
+
+def _refuse_transforms(t: Tensor) -> None:
+    if functorch_interpreter() is not None or is_batched_gradient(t):
+        raise NotImplementedError(
+            "linear: transforms of torch.func (grad, vmap, jvp, ...) and batched gradients cannot see into a layer "
+            "that trains quantized; compute inside mx.autocast(enabled=False)"
+        )
 
 
 def _check_matrix(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -217,8 +244,16 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        raise NotImplementedError(
+            "linear: a layer that trains quantized has no forward-mode derivative; compute inside "
+            "mx.autocast(enabled=False)"
+        )
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_transforms(grad)
         tensors = ctx.saved_tensors  # a checkpoint recomputes the layer here
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
             operands, inputs, options, scales, layer, has_ends, graph_weight = ctx.call

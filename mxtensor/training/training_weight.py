@@ -24,7 +24,7 @@ from ..core.compat import (
     return_and_correct_aliasing,
     tree_map_only,
 )
-from ..core.compat_hooks import hook_staging, let_optimizers_take
+from ..core.compat_hooks import hook_staging, let_optimizers_take, let_weights_answer
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
 from ..core.when_imported import PENDING, after_import, install_pending
@@ -326,3 +326,4 @@ WEIGHT_FUNCTIONS[Tensor.data_ptr] = _address
 
 tell_dynamo(TrainingWeight, {}, constants=("linear_recipe",))
 after_import("torch.distributed.checkpoint._state_dict_stager", lambda: hook_staging(MXTensor, TrainingWeight))
+after_import("torch.nested._internal.nested_tensor", lambda: let_weights_answer(TrainingWeight, WEIGHT_FUNCTIONS))

@@ -505,6 +505,8 @@ def plain_calls():
         "activations": lambda: x @ x.t(),
         "a parameter on the left": lambda: w.t() @ x.t(),
         "a vector": lambda: x[0] @ w,
+        "a vector of weights": lambda: F.linear(x, w[:, 0]),
+        "a vector of weights for a vector": lambda: F.linear(x[0], w[:, 0]),
         "alpha": lambda: torch.addmm(b, x, w, alpha=2),
         "beta": lambda: torch.addmm(b, x, w, beta=0.5),
         "a matrix for a bias": lambda: torch.addmm(matrix, x, w),
@@ -529,11 +531,6 @@ def test_an_out_argument_is_filled_in_high_precision():
     with mx.autocast(), torch.no_grad():
         torch.mm(x, w, out=out)
     assert torch.equal(out, x @ w.detach())
-
-
-def test_there_is_no_vmap_over_a_quantized_layer():
-    with mx.autocast(), pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.vmap(nn.Linear(64, 48))(torch.randn(3, 4, 64))
 
 
 # ---------------------------------------------------------------------------------------------- attention
