@@ -14,17 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.nested import over_rows
+from ..core.torch_autocast import autocast_dtype
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
 from ..numerics.cast import Cast
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
+from .called_linear import CalledLinear
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cast: Cast, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
-        return dequantize_operand(quantize_operand(x, cast), dtype)
+        y = dequantize_operand(quantize_operand(x, cast), dtype)
+        # Dynamo of torch 2.11 gives no gradient to a result that is also a value before it, as after a cast to float32.
+        return y.clone() if torch.compiler.is_compiling() else y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -47,9 +52,9 @@ class FakeQuantizer(nn.Module):
         """The rounded values, of the shape of ``x``."""
         if not self.enabled:
             return x
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        out: Tensor = _StraightThrough.apply(x, self.cast, dtype)
+        if x.is_nested:
+            return over_rows(self.forward, x)
+        out: Tensor = _StraightThrough.apply(x, self.cast, autocast_dtype(x) or x.dtype)
         return out
 
     def extra_repr(self) -> str:
@@ -57,7 +62,7 @@ class FakeQuantizer(nn.Module):
         return str(self.cast.format)
 
 
-class FakeQuantizedLinear(nn.Linear):
+class FakeQuantizedLinear(CalledLinear):
     """An nn.Linear between ``prepare`` and ``convert`` of quantization-aware training.
 
     It is the same module object as before, with the same parameters: references, hooks and optimizers stay valid.
@@ -71,22 +76,22 @@ class FakeQuantizedLinear(nn.Linear):
         """Make ``layer`` compute as ``recipe``, one for inference, says."""
         layer.__class__ = FakeQuantizedLinear
         assert isinstance(layer, FakeQuantizedLinear)
+        layer._must_be_called()
         layer.weight_fake_quantizer = FakeQuantizer(recipe.stored)
         layer.activation_fake_quantizer = None if recipe.activation is None else FakeQuantizer(recipe.activation)
         return layer
 
     def to_linear(self) -> nn.Linear:
-        """Make it an nn.Linear again, with the parameters that it has."""
+        """Make it an nn.Linear again, without rounding."""
         for name in ("weight_fake_quantizer", "activation_fake_quantizer"):
             if hasattr(self, name):
                 delattr(self, name)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
-        return self
+        return CalledLinear.to_linear(self)  # an interrupted step may call it with an nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         if isinstance(self.weight, MXTensor):  # a conversion was interrupted after this layer
             return F.linear(input, self.weight, self.bias)
-        if self.activation_fake_quantizer is not None:
-            input = self.activation_fake_quantizer(input)
+        if self.activation_fake_quantizer is not None:  # torch.autocast casts the input of the converted layer first
+            input = self.activation_fake_quantizer(input.to(autocast_dtype(input) or input.dtype))
         return F.linear(input, self.weight_fake_quantizer(self.weight), self.bias)

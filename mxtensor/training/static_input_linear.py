@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.nested import rows_of
+from .called_linear import CalledLinear
+
 LARGEST = 448.0 * 6.0
 """The largest value of NVFP4 with a global scale of 1."""
 
 
-class ObservedLinear(nn.Linear):
+class ObservedLinear(CalledLinear):
     """An nn.Linear between ``prepare`` and ``convert``, which remembers the largest magnitude of its inputs.
 
     It is the same module object as before, with the same parameters.
@@ -27,20 +30,21 @@ class ObservedLinear(nn.Linear):
         """Let ``layer`` watch its inputs."""
         layer.__class__ = ObservedLinear
         assert isinstance(layer, ObservedLinear)
+        layer._must_be_called()
         amax = torch.zeros((), dtype=torch.float32, device=layer.weight.device)
         layer.register_buffer("input_amax", amax, persistent=False)
         return layer
 
     def to_linear(self) -> nn.Linear:
-        """Make it an nn.Linear again."""
+        """Make it an nn.Linear again, which watches nothing."""
         del self.input_amax
-        self.__class__ = nn.Linear  # type: ignore[assignment]
-        return self
+        return super().to_linear()
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        if input.numel():
-            self.input_amax.copy_(torch.maximum(self.input_amax, input.detach().abs().amax().float()))
+        values = rows_of(input.detach()) if input.is_nested else input.detach()
+        if values.numel():
+            self.input_amax.copy_(torch.maximum(self.input_amax, values.abs().amax().float()))
         return super().forward(input)
 
 

@@ -182,6 +182,50 @@ def test_values_have_the_dtype_of_autocast():
     torch.testing.assert_close(out.float(), m(x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxint8"])
+def test_inside_torch_autocast_inputs_are_rounded_as_those_of_the_converted_model(format):
+    """torch.autocast casts an input first: a value may then be rounded the other way."""
+    m, x = mx.quantize_(model(), mx.QATConfig(format)), torch.randn(40, 64)
+    converted = mx.quantize_(copy.deepcopy(m), mx.QATConfig(format, step="convert"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert m(x).equal(converted(x))
+        assert m.double()(x.double()).dtype is torch.float64  # which torch.autocast leaves alone
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
+def test_compiled_gradients_are_those_of_eager_code():
+    m, x = mx.quantize_(model(), mx.QATConfig("mxfp8")), torch.randn(5, 64, requires_grad=True)
+    torch.compiler.reset()
+    grads = []
+    for call in (m, torch.compile(m, fullgraph=True, backend="aot_eager")):
+        y = call(x)
+        grads.append(torch.autograd.grad(y.square().sum(), [x, *m.parameters()]))
+    assert all(map(torch.equal, *grads)) and all(g.any() for g in grads[0])
+
+
+def encoder():
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.* stay in high precision:UserWarning", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("padding", [False, True])
+def test_torchs_encoder_rounds_in_evaluation_too(padding):
+    """Without gradients, torch gives the weights of both layers to one op and makes padded batches nested tensors."""
+    m, x = encoder(), torch.randn(3, 5, 32)
+    mask = torch.arange(5) >= torch.tensor([[5], [2], [4]]) if padding else None
+    mx.quantize_(m, mx.QATConfig("mxfp4"))
+    given = ~mask if padding else torch.ones(3, 5, dtype=torch.bool)
+    expected = m(x, src_key_padding_mask=mask)[given]
+    for found in (m, copy.deepcopy(m)):
+        with torch.no_grad():
+            out = found(x, src_key_padding_mask=mask)[given]
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert (out - encoder()(x, src_key_padding_mask=mask)[given]).norm() > 0.01 * out.norm()
+    mx.quantize_(m, mx.QATConfig(step="convert"))
+    assert not any(module._forward_pre_hooks for module in m.modules())
+
+
 def tied():
     m = nn.ModuleDict({"embed": nn.Embedding(64, 32), "out": nn.Linear(32, 64, bias=False)})
     m["out"].weight = m["embed"].weight

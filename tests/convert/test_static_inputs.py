@@ -133,6 +133,24 @@ def test_it_compiles_into_one_graph():
     torch.testing.assert_close(compiled(x), got(x))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torchs_encoder_shows_its_layers_their_inputs_in_evaluation():
+    """Without gradients, torch gives the weights of both layers to one op and makes padded batches nested tensors."""
+    torch.manual_seed(0)
+    m = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1).eval().requires_grad_(False)
+    x, mask = torch.randn(3, 5, 32), torch.arange(5) >= torch.tensor([[5], [2], [4]])
+    expected = m(x, src_key_padding_mask=mask)[~mask]
+    found = []
+    for padding in (mask, None):
+        observed = mx.quantize_(copy.deepcopy(m), config("prepare"))
+        observed(x, src_key_padding_mask=padding)
+        found.append(float(observed.layers[0].linear2.input_amax))
+    got = mx.quantize_(observed, config("convert"))
+    assert 0 < found[0] <= found[1]
+    out = got(x, src_key_padding_mask=mask)[~mask]
+    assert (out - expected).norm() < 0.1 * expected.norm()
+
+
 def test_a_config_of_torchao():
     formats = pytest.importorskip("torchao.prototype.mx_formats")
     m, x = model(torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
