@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.compat import is_jit_tracing
 from ..core.nested import over_rows
 from ..core.torch_autocast import autocast_dtype
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
@@ -52,6 +53,10 @@ class FakeQuantizer(nn.Module):
         """The rounded values, of the shape of ``x``."""
         if not self.enabled:
             return x
+        if not torch.compiler.is_compiling() and is_jit_tracing():
+            raise NotImplementedError(
+                "FakeQuantizer: torch.jit.trace cannot record the rounding; use torch.export or torch.compile"
+            )
         if x.is_nested:
             return over_rows(self.forward, x)
         out: Tensor = _StraightThrough.apply(x, self.cast, autocast_dtype(x) or x.dtype)

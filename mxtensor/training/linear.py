@@ -137,6 +137,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             "or trace a model that was quantized for inference"
         )
     _refuse_transforms(x)
+    if x.layout is not torch.strided:
+        layout = str(x.layout).removeprefix("torch.")
+        raise TypeError(
+            f"linear: the input is {layout}; convert it with .to_dense(), or compute inside mx.autocast(enabled=False)"
+        )
     for name, t in (("input", x), ("weight", weight), ("bias", bias)):
         if t is not None and not t.dtype.is_floating_point:
             raise TypeError(f"linear: the {name} is {dtype_name(t.dtype)}; convert it to a float dtype")

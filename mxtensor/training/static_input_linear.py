@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.nested import rows_of
+from ..core.torch_autocast import autocast_dtype
 from .called_linear import CalledLinear
 
 LARGEST = 448.0 * 6.0
@@ -69,6 +70,15 @@ class StaticInputLinear(nn.Linear):
         return linear
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
-        out = F.linear(input / self.input_scale, self.weight) * self.input_scale
-        return out if self.bias is None else out + self.bias
+        """(..., in) -> (..., out), in the dtype of ``torch.autocast`` if that is active.
+
+        Raises ValueError for float16, which may not hold the product before it is scaled.
+        """
+        dtype = autocast_dtype(input) or input.dtype
+        if dtype is torch.float16:
+            raise ValueError(
+                "StaticInputLinear: products over a static scale may be too large for float16; use bfloat16, for the "
+                "model or in torch.autocast"
+            )
+        out = F.linear(input / self.input_scale, self.weight) * self.input_scale.to(dtype)
+        return out if self.bias is None else out + self.bias.to(dtype)

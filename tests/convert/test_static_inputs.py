@@ -133,6 +133,17 @@ def test_it_compiles_into_one_graph():
     torch.testing.assert_close(compiled(x), got(x))
 
 
+def test_inside_torch_autocast_results_have_its_dtype():
+    m, x = model(), torch.randn(200, 64)
+    expected, got = m(x), static(copy.deepcopy(m), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = got(x)
+    assert out.dtype is torch.bfloat16
+    assert (out - expected).norm() < 1.1 * (got(x) - expected).norm()
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="too large for float16; use bfloat16"):
+        got(x)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torchs_encoder_shows_its_layers_their_inputs_in_evaluation():
     """Without gradients, torch gives the weights of both layers to one op and makes padded batches nested tensors."""

@@ -150,6 +150,7 @@ NEVER_SEEN = {
     "saved program would compute with zeros; use torch.export or torch.compile, or a model in high precision",
     "linear: torch.jit.trace cannot record a layer that trains quantized; use torch.export or torch.compile, "
     "or trace a model that was quantized for inference",
+    "FakeQuantizer: torch.jit.trace cannot record the rounding; use torch.export or torch.compile",
     # of a compiled graph: tests/ops/test_view_writes.py
     "a view {value} of an MXTensor in {value} cannot be written in a graph that has only the view: it shares scales or "
     "copies with the whole; pass the whole tensor to the graph and write a view of it there",

@@ -366,6 +366,8 @@ def test_torchscript_takes_no_training_and_still_takes_plain_models():
     refused = pytest.raises(NotImplementedError, match="cannot record a layer that trains quantized")
     with mx.autocast(recipe=mx.recipe.MXFP8BlockScaling()), refused:
         torch.jit.trace(plain, x)
+    with pytest.raises(NotImplementedError, match=r"FakeQuantizer: torch\.jit\.trace cannot record"):
+        torch.jit.trace(model(mx.QATConfig("mxfp8")), x)
     for converted in (torch.jit.script(plain), torch.jit.trace(plain, x)):
         assert torch.equal(converted(x), plain(x))
 

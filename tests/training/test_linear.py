@@ -306,6 +306,7 @@ def test_compiled_by_inductor():
     [
         (torch.arange(64).view(2, 32), torch.randn(4, 32), None, TypeError, "the input is int64"),
         (torch.randn(2, 32), torch.ones(4, 32, dtype=torch.int8), None, TypeError, "the weight is int8"),
+        (torch.eye(32).to_sparse(), torch.randn(4, 32), None, TypeError, r"is sparse_coo; convert it with \.to_dense"),
         (torch.randn(2, 31), torch.randn(4, 32), None, ValueError, r"input \(2, 31\) and weight \(4, 32\) do not fit"),
         (torch.randn(()), torch.randn(4, 32), None, ValueError, "do not fit"),
         (torch.randn(2, 32), torch.randn(4, 32), torch.randn(5), ValueError, r"bias \(5,\) does not fit"),
