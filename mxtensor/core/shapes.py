@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
@@ -43,6 +43,11 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def layout(t: Tensor) -> Hashable:
+    """What a launch has to know of strides: those of a tensor that is not contiguous, and True for one that is."""
+    return t.is_contiguous() or t.stride()
 
 
 def readable_size(nbytes: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.shapes import layout
 from .elements import pack, unpack
 from .formats import Format
 
@@ -48,9 +49,9 @@ class Operand:
         return cls(data, scale, global_scale, format, shape)
 
     @cached_property
-    def is_contiguous(self) -> bool:
-        """Whether codes and scales are contiguous; asked once, in each eager call of a layer."""
-        return self.data.is_contiguous() and self.scale.is_contiguous()
+    def layouts(self) -> tuple[Hashable, Hashable]:
+        """``layout`` of codes and scales; asked once, in each eager call of a layer."""
+        return layout(self.data), layout(self.scale)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from ..core.dispatch import implements_function
 from ..core.plan import PLANS
 from ..core.repeated import DEVICES
 from ..core.select import is_observed
-from ..core.shapes import as_matrix
+from ..core.shapes import as_matrix, layout
 from ..core.torch_autocast import torch_autocasts
 from ..core.tracing import is_captured, is_traced, refuse_jit_trace
 from ..kernels.gemm import select
@@ -58,9 +58,9 @@ def launch_key(x: Tensor, weight: MXTensor, operand: Operand, *more: Hashable) -
     """
     global_scale = operand.global_scale
     return (
-        x.shape, x.is_contiguous(), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
+        x.shape, layout(x), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
         operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
-        operand.is_contiguous, operand.shape, weight.dtype, id(weight.recipe),  # pinned by the plan; it has the format
+        operand.layouts, operand.shape, weight.dtype, id(weight.recipe),  # pinned by the plan; it has the format
         more,
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None
     if operand is not None and select.has_launches(input.device) and not is_observed():
-        added = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, bias.is_contiguous())
+        added = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, layout(bias))
         captured = input.numel() > FEW_ROWS * input.shape[-1] and is_captured(input)
         key = launch_key(input, weight, operand, added, captured)
         plan = PLANS.get(key)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.dispatch import arguments_of, implements
 from ..core.plan import PLANS
 from ..core.select import is_observed
-from ..core.shapes import as_matrix
+from ..core.shapes import as_matrix, layout
 from ..core.tracing import is_captured, is_traced
 from ..core.when_imported import after_import
 from ..kernels.gemm import cpu_codes, select
@@ -89,7 +89,7 @@ def _launch_key(x: Tensor, weight: MXTensor, ends: Tensor) -> Hashable:
         return None
     if is_traced(x, ends) or x.is_neg() or x.device != ends.device or ends.dtype is not torch.int32:
         return None
-    return launch_key(x, weight, operand, "groups", ends.shape, ends.is_contiguous())
+    return launch_key(x, weight, operand, "groups", ends.shape, layout(ends))
 
 
 def _prepare(key: Hashable, x: Tensor, weight: MXTensor, ends: Tensor) -> None:

@@ -16,6 +16,7 @@ from mxtensor.kernels.gemm import select
 from mxtensor.ops import functional
 from mxtensor.ops.repeated import Repeated
 from tests.helpers import compiled_triton
+from tests.helpers.compare import relative_error
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 CASES = [("float8_e4m3_tensor", True), ("float8_e4m3_row", False), ("mxfp8", True), ("mxfp4-weight-only", False)]
@@ -85,6 +86,32 @@ def test_the_third_call_runs_the_program_of_the_second(launches, monkeypatch):
         monkeypatch.setattr(select, "plan_of", lambda *a: pytest.fail("asked for a kernel"))
         linear(x), linear(x)
     assert len(records) == 1
+
+
+@pytest.mark.parametrize("config", ["mxfp8", "float8_e4m3_tensor"])
+def test_inputs_of_other_strides_have_programs_of_their_own(config, launches):
+    """The first token of each sequence, in batches of different lengths, and other inputs of one shape."""
+    linear = layer(config)
+    inputs = [torch.randn(3, length, 64).bfloat16()[:, 0] for length in (5, 2, 9)]
+    inputs += [torch.randn(3, 128).bfloat16()[:, ::2], torch.randn(64).bfloat16().expand(3, 64)]
+    with torch.no_grad():
+        for _ in range(3):
+            for x in inputs:
+                assert torch.equal(linear(x), general(linear, x))
+    assert any(kind.program is not None for kind in kinds())
+
+
+def test_slices_and_biases_of_other_strides_have_programs_of_their_own(launches):
+    whole = mx.quantize(torch.randn(96, 64).bfloat16() * torch.arange(1, 97)[:, None], "float8_e4m3_row")
+    values, x = 100 * torch.randn(96).bfloat16(), torch.randn(3, 64).bfloat16()
+    with torch.no_grad():
+        for _ in range(3):
+            for step in (1, 2, 3):
+                rows = slice(None, 32 * step, step)
+                expected = F.linear(x, whole.dequantize()[rows])
+                assert relative_error(F.linear(x, whole[rows]), expected) < 0.01
+                expected = F.linear(x, whole.dequantize()[:32], values[rows])
+                assert relative_error(F.linear(x, whole[:32], values[rows]), expected) < 0.01
 
 
 def test_an_error_of_a_program_comes_from_the_general_way(launches, monkeypatch):

@@ -47,7 +47,8 @@ def dequantize_tiles(
     if ROWS == 0:
         value = value * scale_value(tl.load(scale_ptr), C)
     elif COLS == 0:
-        value = value * scale_value(tl.load(scale_ptr + row // ROWS, mask=rows_in, other=0), C)
+        place = (row // ROWS).to(tl.int64) * scale_stride
+        value = value * scale_value(tl.load(scale_ptr + place, mask=rows_in, other=0), C)
     else:
         NB: tl.constexpr = BK // COLS
         block = tile * NB + tl.arange(0, NB)[None, :]

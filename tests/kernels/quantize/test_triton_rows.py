@@ -303,11 +303,15 @@ def test_dequantize_takes_operands_that_are_slices():
     whole = encode(torch.randn(24, 256), Cast.of("mxfp8"))
     part = Operand(whole.data[::2, 64:192], whole.scale[::2, 2:6], None, whole.format, (12, 128))
     assert_same_values(triton_rows.dequantize(part, torch.float32), decode(part, torch.float32))
+    rows = encode(torch.randn(24, 64) * torch.arange(1, 25)[:, None], Cast.of("float8_row"))
+    every_second = rows.map_blocks(lambda t: t[::2], (12, 64))
+    assert_same_values(triton_rows.dequantize(every_second, torch.float32), decode(rows, torch.float32)[::2])
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "float8_row"])
 @pytest.mark.parametrize("shape", [(5, 64), (3, 5, 64)], ids=str)
-def test_dequantize_takes_operands_whose_rows_share_memory(shape):
-    row = encode(torch.randn(1, 64), Cast.of("mxfp4"))
+def test_dequantize_takes_operands_whose_rows_share_memory(shape, name):
+    row = encode(torch.randn(1, 64), Cast.of(name))
     part = row.map_blocks(lambda t: t.expand(*shape[:-1], -1), shape)
     assert_same_values(triton_rows.dequantize(part, torch.float32), decode(row, torch.float32).expand(shape))
 
