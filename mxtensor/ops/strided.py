@@ -56,9 +56,9 @@ def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_values(w: MXTensor, target: Target) -> Target | None:
-    """A target that is not a view of whole blocks, in the memory of ``w.dequantize()``, which has no holes.
+    """The same view of ``w.dequantize()``: with the strides and the offset of that dense tensor.
 
-    None if it leaves ``w``, or if it may count the codes of an operand and not the values of the outer tensor.
+    None if the view ends outside of ``w``, or if its offset may count codes instead of values of the outer tensor.
     """
     ambiguous = target.offset is not None and (w._rowwise is None or w._rowwise.offset != w.storage_offset())
     if ambiguous and all(n == 1 or step in w.stride() for n, step in zip(target.size, target.stride, strict=True)):
@@ -124,7 +124,10 @@ def _views(w: MXTensor, target: Target) -> list[MXTensor]:
 
 
 def _starts(shape: Sequence[int], strides: Sequence[int], dims: list[int], offset: int) -> list[int]:
-    """For each dimension (``dims``: their order) where the value with ``offset`` before it is; -1 where none has."""
+    """The index, in each dimension, of the value that ``offset`` values precede; -1 everywhere if there is none.
+
+    ``dims`` says which dimension of the result each entry of ``shape`` and ``strides`` is.
+    """
     starts = [0] * len(dims)
     order = sorted((d for d in range(len(dims)) if shape[d] > 1), key=lambda d: strides[d], reverse=True)
     for place in order:
@@ -138,7 +141,7 @@ Made = tuple[MXTensor | None, Callable[[MXTensor], MXTensor | None]]
 
 
 def _slices(w: MXTensor, starts: list[int], target: Target) -> Made:
-    """A slice of each dimension; dimensions that the view lacks contribute one index."""
+    """The view as a slice of each dimension of ``w``; of a dimension that the view lacks, it has one index."""
     lengths, new = [1] * w.dim(), Dims()
     for n, step in zip(target.size, target.stride, strict=True):
         fits = (d for d in range(w.dim()) if d not in new and w.stride(d) == step and starts[d] + n <= w.shape[d])
@@ -146,8 +149,8 @@ def _slices(w: MXTensor, starts: list[int], target: Target) -> Made:
         new.append(dim)
         if dim is not None:
             lengths[dim] = n
-    fresh = all(dim is not None or n == 1 for dim, n in zip(new, target.size, strict=True))
-    piece = w if fresh and all(0 <= start < max(n, 1) for start, n in zip(starts, w.shape, strict=True)) else None
+    found = all(dim is not None or n == 1 for dim, n in zip(new, target.size, strict=True))
+    piece = w if found and all(0 <= start < max(n, 1) for start, n in zip(starts, w.shape, strict=True)) else None
     for dim, (start, n) in enumerate(zip(starts, lengths, strict=True)):
         if piece is not None and n != w.shape[dim]:
             piece = sliced(piece, dim, start, start + n, 1, w.stride())
@@ -155,7 +158,7 @@ def _slices(w: MXTensor, starts: list[int], target: Target) -> Made:
 
 
 def _rows(w: MXTensor, starts: list[int], target: Target) -> Made:
-    """Whole rows, one after the other, in another shape."""
+    """The view as whole rows of ``w``, one after the other, in another shape."""
     piece, total, cols = None, torch.Size(target.size).numel(), w.shape[-1]
     if w.is_contiguous() and target.stride == contiguous_stride(target.size) and starts[-1] == 0 and cols:
         first = sum(start * step for start, step in zip(starts, w.stride(), strict=True)) // cols
