@@ -37,8 +37,9 @@ _RULES = frozenset({
     aten.as_strided_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims, aten.t_.default,
     aten.transpose_.default, aten.unsqueeze_.default,
 })  # fmt: skip
-"""Ops whose rule asks for no operand of the values themselves."""
+"""Ops whose rules for MXTensors read neither a rowwise nor a columnwise operand."""
 _FUNCTIONS_WITH_OPERANDS = (torch.nn.functional.linear, torch.einsum)
+"""Functions whose rules do read one: here torch's own function runs, on the values rotated back."""
 
 
 class RotatedTensor(MXTensor):
@@ -78,6 +79,7 @@ class RotatedTensor(MXTensor):
         return super().replace(rowwise, columnwise, *args, **kwargs)
 
     def same(self) -> RotatedTensor:
+        """A new tensor over the same memory."""
         return self.map_components(lambda t: t)
 
     def quantized(self, x: Tensor) -> RotatedTensor:
@@ -92,8 +94,8 @@ class RotatedTensor(MXTensor):
         """The values, rotated back in float32, with the strides of a copy."""
         operand, signs = self._stored
         values = rotated_back(dequantize_operand(operand, torch.float32), signs).narrow(-1, 0, self.shape[-2])
-        like = torch.empty_strided(tuple(self.shape), self.stride(), dtype=self.dtype, device="meta").clone()
-        out = torch.empty_strided(tuple(self.shape), like.stride(), dtype=self.dtype, device=values.device)
+        copy = torch.empty_strided(tuple(self.shape), self.stride(), dtype=self.dtype, device="meta").clone()
+        out = torch.empty_strided(tuple(self.shape), copy.stride(), dtype=self.dtype, device=values.device)
         return out.copy_(values.transpose(-1, -2))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
