@@ -50,12 +50,12 @@ def readers_of(kind: type[Tensor]) -> dict[str, Callable[[Any], Any]]:
 def tell_dynamo(
     kind: type[Tensor], readers: dict[str, Callable[[Any], Any]], constants: tuple[str, ...] = ("recipe", "_signs")
 ) -> None:
-    """Let Dynamo read attributes of ``kind`` in a graph: by ``readers``, or as ``constants``; and let it not compile
-    the rules of ``kind``, which eager code runs between two graphs.
+    """Tell Dynamo two things about the class ``kind``.
 
-    ``__tensor_flatten__`` installs the first when the compiler is imported: Dynamo asks it about each tensor of a
-    graph, before anybody reads an attribute. Without the second, Dynamo compiles a rule as if it were a function of the
-    user.
+    Attributes: in a graph they are read by ``readers``, or as ``constants``. ``__tensor_flatten__`` installs this once
+    the compiler is imported: Dynamo calls it for each tensor of a graph, before anybody reads an attribute.
+
+    Rules: between two graphs they run as eager code. Dynamo would compile them, as if they were functions of the user.
     """
     when_imported("torch._dynamo.variables.tensor", lambda: hook_graph_attributes(kind, readers, constants))
     run_rules_uncompiled(kind)
