@@ -15,6 +15,8 @@ from ..tensor.dequantized_view import Decoded, DequantizedView
 from .fallback import is_view, keeps_size, note, viewed, written
 from .inplace import write_back
 
+aten = torch.ops.aten
+_CHANGE_SHAPE = (aten.set_, aten.resize_, aten.resize_as_, aten._resize_output_)
 SENDING = ("send", "barrier")
 """The collectives that only read their first argument; others write to it, which their schemas do not declare."""
 
@@ -29,7 +31,10 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[DequantizedView]:
 
 
 def _check_writable(func: Any, view: DequantizedView) -> Decoded | None:
-    """The values that a write to ``view`` changes; None if it is no view any more."""
+    """The decoded values of which ``view`` is a view; None if it has a memory of its own.
+
+    Raises NotImplementedError where a write would not reach the MXTensor.
+    """
     if view._has_own_memory:
         return None
     if func.namespace == "c10d" or torch.Tag.inplace_view in func.tags or func._overloadpacket in _CHANGE_SHAPE:
@@ -46,11 +51,8 @@ def _check_writable(func: Any, view: DequantizedView) -> Decoded | None:
     return view._decoded
 
 
-aten = torch.ops.aten
-_CHANGE_SHAPE = (aten.set_, aten.resize_, aten.resize_as_, aten._resize_output_)
-
-
 def _values(t: Any) -> Any:
+    """The plain tensor of a view, up to date with its MXTensor; any other argument itself."""
     if not isinstance(t, DequantizedView):
         return t
     if t._decoded is not None:
