@@ -43,8 +43,8 @@ def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int
     elif block == FULL and not operand.format.element.packed:
         data, scale = take(operand.data, start, end, step), operand.scale
     elif step == 1 and cut(start) is None and (cut(end) is None or end == length):
-        unit = operand.format.element.data_cols if place == -1 else int
-        data = take(operand.data, unit(start), unit(end))
+        place_of_codes = operand.format.element.data_cols if place == -1 else int  # the last dimension may be packed
+        data = take(operand.data, place_of_codes(start), place_of_codes(end))
         scale = take(operand.scale, start // block, -(-end // block))
     else:
         return None
@@ -67,7 +67,8 @@ def sliced(w: MXTensor, dim: int, start: int, end: int, step: int, stride: tuple
 @implements(aten.slice.Tensor)
 def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     """Any slice across blocks; along them, one that starts and ends on block boundaries."""
-    given: tuple[Any, ...] = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    defaults = 0, None, None, 1  # of dim, start, end and step
+    given: tuple[Any, ...] = (*args, *defaults[len(args) - 1 :])
     w, dim, start, end, step = given
     dim = dim % w.dim()
     start, end, _ = slice(start, end, step).indices(w.shape[dim])
@@ -108,7 +109,7 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
     w, length, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
     outer(func, w, args, kwargs)  # torch's errors
     total = w.shape[dim]
-    lengths = [min(length, total - i) for i in range(0, total, length)] or [0]
+    lengths = [min(length, total - i) for i in range(0, total, length)] or [0]  # of no values, one empty slice
     return _pieces(func, args, kwargs, w, dim, lengths)
 
 
