@@ -108,9 +108,10 @@ def _rows(x: Tensor, casts: TensorCasts, want: Want, scales: tuple[Tensor, ...],
 def _with_own_scales(
     x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], groups: Groups | None
 ) -> list[GemmOperand | None]:
+    """``copies_of`` where each matrix or group has a scale of its own: rounded values, beside these scales."""
     row, column = casts.rowwise, casts.columnwise
     out: list[GemmOperand | None] = [None, None]
-    twice = rounds_twice(casts)
+    of_rounded = rounds_twice(casts)  # the columnwise copy is cast from the values of the rowwise one
     if row is None:
         out[0] = x
     elif groups is not None and row.format.rows_are_blocked and row.format.block[0] != FULL:
@@ -121,11 +122,11 @@ def _with_own_scales(
         out[0] = FakeQuantized(
             groups.unpadded(made.values), None if scale is None else groups.unpadded(scale), row.format
         )
-    elif wants[0] is not None or twice:
+    elif wants[0] is not None or of_rounded:
         out[0] = _fake_quantized(x, row, _amax(x, row, groups, 0))
     if wants[1] is None:
         return out if wants[0] is not None else [None, None]
-    source = emulated.values(out[0], torch.float32) if twice and isinstance(out[0], FakeQuantized) else x
+    source = emulated.values(out[0], torch.float32) if of_rounded and isinstance(out[0], FakeQuantized) else x
     columns = (source if groups is None else groups.padded(source)).transpose(-1, -2)
     if column is None:
         out[1] = columns
