@@ -36,7 +36,11 @@ from .kv_tensor import CachedTokens, first_of
 
 
 class StaticStorage(Pickled):
-    """Keys or values of one layer, (batch, heads, limit, head size). ``centered``: as in KVStorage."""
+    """Keys or values of one layer, (batch, heads, limit, head size). ``centered``: as in KVStorage.
+
+    The first ``exact`` tokens are in ``first``, whose last row is the one that is never read. The others are in
+    ``codes``, whose first row is that one.
+    """
 
     def __init__(self, cast: Cast, limit: int, centered: bool, like: Tensor) -> None:
         check_format(cast.format)
@@ -78,7 +82,7 @@ class StaticStorage(Pickled):
             x = x * (1.0 / self.global_scale).to(x.dtype)
         name, scaling, rounding, _, epsilon = cast_arguments(self.cast)
         made = encode_tokens(x, name, scaling, rounding, epsilon)
-        row = (positions - (self.exact - 1)).clamp(min=0)
+        row = (positions - self.exact + 1).clamp(min=0)
         for memory, new in zip(self.codes.tensors, made, strict=True):
             as_bytes = memory.view(torch.uint8) if memory.element_size() == 1 else memory
             as_bytes.index_copy_(2, row, new.view(as_bytes.dtype))
