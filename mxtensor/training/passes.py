@@ -121,9 +121,9 @@ def _high_precision(op: str, a: Tensor, b: Tensor, dtype: torch.dtype, bias: Ten
 
 
 def _runs_fast(a: Any, b: Any, dtype: torch.dtype, prefer: str | None) -> bool:
-    """Whether a result in ``dtype`` costs no more than one in the dtype of the layer.
+    """Whether a kernel other than the emulation computes wgrad in ``dtype``.
 
-    Hopper computes float32 results of float8 operands by emulation only; there wgrad is rounded to bfloat16 first.
+    Hopper has none for float32 results of float8 operands; there wgrad is rounded to bfloat16 first.
     """
     if data_of(a).device.type != "cuda" or (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return True
@@ -169,11 +169,12 @@ def forward(
     w = values_of(weight)  # a quantized weight has ``cached`` operands instead
     grad_like = of_shape((*rows.shape[:-1], weight.shape[-2]), dtype, rows)
     if cached is None:
-        b_row, b_col = _standing_for_both(w, linear_recipe, need_dx)
+        w_row_like, w_col_like = _standing_for_both(w, linear_recipe, need_dx)
     else:
-        b_row = cached[0]  # type: ignore[assignment]
-        b_col = dgrad_weight(weight, linear_recipe, rows, cached[1]) if need_dx else None
-    fprop_want, dgrad_want = _weight_wants(rows, grad_like, b_row, b_col, options, dtype, groups, own_scales)
+        w_row_like = cached[0]  # type: ignore[assignment]
+        w_col_like = dgrad_weight(weight, linear_recipe, rows, cached[1]) if need_dx else None
+    weight_like = w_row_like, w_col_like
+    fprop_want, dgrad_want = _weight_wants(rows, grad_like, *weight_like, options, dtype, groups, own_scales)
     saved_want: Want = None
     """The form in which the columnwise copy of the input is saved for wgrad."""
     if need_dw and linear_recipe.input.columnwise is not None and not (options.save_input or own_scales):
@@ -219,15 +220,15 @@ def _standing_for_both(w: Tensor, linear_recipe: LinearRecipe, need_dx: bool) ->
 
 
 def _weight_wants(
-    rows: Tensor, grad_like: Tensor, b_row: GemmOperand, b_col: GemmOperand | None, options: Options,
+    rows: Tensor, grad_like: Tensor, w_row_like: GemmOperand, w_col_like: GemmOperand | None, options: Options,
     dtype: torch.dtype, groups: Groups | None = None, own_scales: bool = False,
 ) -> tuple[Want, Want]:  # fmt: skip
-    """The forms in which fprop and dgrad want their operands; None for dgrad without ``b_col``."""
+    """The forms in which fprop and dgrad want their operands; None for dgrad without ``w_col_like``."""
     linear_recipe, rest = options.linear_recipe, (dtype, options.prefer, groups, own_scales)
-    want = _want("fprop", standing_for(rows, linear_recipe.input.rowwise), b_row, *rest)
-    if b_col is None:
+    want = _want("fprop", standing_for(rows, linear_recipe.input.rowwise), w_row_like, *rest)
+    if w_col_like is None:
         return want, None
-    return want, _want("dgrad", standing_for(grad_like, linear_recipe.grad.rowwise), b_col, *rest)
+    return want, _want("dgrad", standing_for(grad_like, linear_recipe.grad.rowwise), w_col_like, *rest)
 
 
 def _columns_like(rows: Tensor, groups: Groups | None) -> Tensor:
