@@ -253,6 +253,7 @@ DEVICE u32 nearest_e5m2(float low, float high) {
     return pair_of_halves(nearest_float(low, 2, -14, 57344), nearest_float(high, 2, -14, 57344));
 }
 DEVICE float half(u32 word, int i) { return float_of_half(word >> (16 * i) & 0xFFFF); }
+DEVICE float bfloat16(u32 word, int i) { return float_of_bits(i ? word & 0xFFFF0000 : word << 16); }
 DEVICE void floats_of_halves(float& low, float& high, u32 word) { low = half(word, 0), high = half(word, 1); }
 DEVICE u32 code_of(float value, int mantissa, int emin, float most) {  // of an 8-bit element
     if (value != value) return 0x7F;
@@ -266,7 +267,6 @@ DEVICE u32 codes_of_e5m2(float a, float b, float c, float d) {
     return code_of(a, 2, -14, 57344) | code_of(b, 2, -14, 57344) << 8 | code_of(c, 2, -14, 57344) << 16 |
            code_of(d, 2, -14, 57344) << 24;
 }
-DEVICE float bfloat16(u32 word, int i) { return float_of_bits(i ? word & 0xFFFF0000 : word << 16); }
 DEVICE u32 fused_bfloat16s(u32 a, u32 b, u32 c) {  // the double is exact where its rounding to bfloat16 is close
     u32 out = 0;
     for (int i = 0; i < 2; i++)
@@ -287,6 +287,7 @@ DEVICE u32 add_half(u32 a, u32 b) {
 
 // ---------------------------------------------------------------------------------------------- the product
 
+template <bool BFLOAT16S = false>
 DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
     u32 lane = thread() % 32, g = lane / 4, t = lane % 4, mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     Warp& w = warp();
@@ -298,11 +299,15 @@ DEVICE void multiply_add(float (&d)[4], const u32* a, u32 b0, u32 b1, const floa
         for (int k = 0; k < 16; k++) {  // word and half of a (row, k) and b (k, col)
             u32 a_word = w.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
             u32 b_word = w.words[col * 4 + k % 8 / 2][4 + k / 8];
-            sum += double(half(a_word, k % 2)) * half(b_word, k % 2);
+            sum += BFLOAT16S ? double(bfloat16(a_word, k % 2)) * bfloat16(b_word, k % 2)
+                             : double(half(a_word, k % 2)) * half(b_word, k % 2);
         }
         d[e] = sum;
     }
     arrive_and_wait(w.barrier);
+}
+DEVICE void multiply_add_bfloat16(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
+    multiply_add<true>(d, a, b0, b1, c);
 }
 DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add(d, a, b0, b1, {0, 0, 0, 0}); }
 
@@ -310,7 +315,7 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 DEVICE u64 matrix_descriptor(const u8* x) { return reinterpret_cast<u64>(x); }
 DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes; }
-template <int N> DEVICE void multiply_warpgroup(float (&d)[N][4], const u32* a, u64 x) {
+template <bool BFLOAT16S, int N> DEVICE void multiply_warpgroup(float (&d)[N][4], const u32* a, u64 x) {
     u32 lane = thread() % 32, g = lane / 4, t = lane % 4;
     Warp& w = warp();
     memcpy(w.words[lane], a, 16);
@@ -324,7 +329,9 @@ template <int N> DEVICE void multiply_warpgroup(float (&d)[N][4], const u32* a, 
                 u32 at = x % 1024 + 2 * k;
                 const u8* piece = tile + col * 128 + ((at / 16) ^ (col % 8)) * 16 + at % 16;
                 u32 a_word = w.words[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-                sum += double(half(a_word, k % 2)) * half(*reinterpret_cast<const u16*>(piece), 0);
+                u32 x_word = *reinterpret_cast<const u16*>(piece);
+                sum += BFLOAT16S ? double(bfloat16(a_word, k % 2)) * bfloat16(x_word, 0)
+                                 : double(half(a_word, k % 2)) * half(x_word, 0);
             }
             d[j][e] = sum;
         }
@@ -337,6 +344,12 @@ template <int COUNT> DEVICE void give_registers() {}
 template <int LATER> DEVICE void wait_for_wgmma() {}
 template <int N> DEVICE void fence_sums(float (&)[N][4]) {}
 
+DEVICE u32 multiply_bfloat16(u32 a, u32 b) {
+    return bfloat16_of(bfloat16(a, 0) * bfloat16(b, 0)) | u32(bfloat16_of(bfloat16(a, 1) * bfloat16(b, 1))) << 16;
+}
+DEVICE u32 subtract_bfloat16(u32 a, u32 b) {
+    return bfloat16_of(bfloat16(a, 0) - bfloat16(b, 0)) | u32(bfloat16_of(bfloat16(a, 1) - bfloat16(b, 1))) << 16;
+}
 // An mbarrier: completed phases; arrivals per phase, missing arrivals, and missing bytes.
 struct Counted {
     u16 phases;

@@ -17,6 +17,8 @@ constexpr int X_ROWS_PER_BLOCK = COLS / SPLIT, BLOCK_SUMS = X_ROWS_PER_BLOCK * S
 // bytes to the sums received from other blocks
 constexpr int RECEIVED_AT = (RING + 8 * BARRIERS + 4 * COLS + 4 + 15) / 16 * 16;
 
+constexpr int SUM_EXPONENT = DIRECT ? LOWERED : ELEMENT_EXPONENT;  // sums are 2^-SUM_EXPONENT times their value
+
 using Total = float[NT][4];
 
 // Adds the sums of all groups in the first group; ``others``: shared memory for the sums of the other groups.
@@ -63,7 +65,7 @@ DEVICE bool reduce_through_global(const Arguments& a, Total& sums) {
     return true;
 }
 
-// Stores the sums of this block, times the scales of its rows of x, in shared memory.
+// Stores the sums of this block, times the scales of its rows of x if they have some, in shared memory.
 DEVICE void store_sums(const Total& sums, const float* x_scale, float* shared) {
     if (!has_sums()) return;
     u32 lane = thread() % 32, first = thread() / 32 * 16 + lane / 4;
@@ -72,7 +74,7 @@ DEVICE void store_sums(const Total& sums, const float* x_scale, float* shared) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             u32 col = 8 * j + 2 * (lane % 4) + e % 2;
-            shared[col * SUM_PITCH + first + e / 2 * 8] = sums[j][e] * x_scale[col];
+            shared[col * SUM_PITCH + first + e / 2 * 8] = DIRECT ? sums[j][e] : sums[j][e] * x_scale[col];
         }
 }
 
@@ -89,7 +91,7 @@ DEVICE void write_result(const Arguments& a, const Weight& w, const Total& sums,
     biases_at(common, w, 0, mine);
     if constexpr (blocks > 1) sync_cluster();
     else sync_block();
-    float tensor_scale = tensor_scale_of<ELEMENT_EXPONENT>(a, x_scale[COLS]);
+    float tensor_scale = tensor_scale_of<SUM_EXPONENT>(a, x_scale[COLS]);
     for (u32 i = begin + thread(); i < end; i += batch * THREADS) {  // four rows of w at a time
         float sum[batch][4] = {}, bias[batch][4];
 #pragma unroll
@@ -131,7 +133,7 @@ DEVICE void write_result_through_dsmem(
                           arrived, to);
         }
     }
-    float tensor_scale = tensor_scale_of<ELEMENT_EXPONENT>(a, x_scale[COLS]);
+    float tensor_scale = tensor_scale_of<SUM_EXPONENT>(a, x_scale[COLS]);
     float common[4];
     biases_at(common, w, 0, mine);
     wait_at(arrived, 0);

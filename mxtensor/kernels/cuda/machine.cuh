@@ -255,7 +255,7 @@ DEVICE void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) { multiply_add
 
 // ---------------------------------------------------------------------------------------------- products of four warps
 
-// The asynchronous warpgroup instruction of sm_90 (wgmma): d (64 x COLS) += a (64x16) b (16 x COLS) in float16. a is in
+// The asynchronous warpgroup instruction of sm_90 (wgmma): d (64 x COLS) += a (64x16) b (16 x COLS) in 16 bits. a is in
 // the registers of four warps, 16 rows each, as above. b is in shared memory: rows of 64 columns of x (128 bytes),
 // whose eight pieces of 16 bytes are swizzled to index piece ^ (row % 8). ``x`` is the matrix descriptor; 16 columns
 // are 32 bytes.
@@ -266,7 +266,8 @@ DEVICE u64 matrix_descriptor(const u8* x) {
     return (address & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }  // from one descriptor to another
-DEVICE void multiply_warpgroup(float (&d)[NT][4], const u32* a, u64 x) {
+// BFLOAT16S: the text has bfloat16 operands instead of float16.
+template <bool BFLOAT16S> DEVICE void multiply_warpgroup(float (&d)[NT][4], const u32* a, u64 x) {
     asm volatile(WGMMA_TEXT : WGMMA_SUMS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }
 DEVICE void begin_wgmma(u32 (&a)[16]) {  // fence: the words of ``a`` are complete before the instruction reads them
@@ -287,6 +288,23 @@ template <int N> DEVICE void fence_sums(float (&d)[N][4]) {  // keeps reads of t
         asm volatile("" : "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])::"memory");
 }
 
+// The same as ``multiply_add`` in bfloat16, and arithmetic of two bfloat16 in a word, which keeps subnormal numbers.
+DEVICE void multiply_add_bfloat16(float (&d)[4], const u32* a, u32 b0, u32 b1, const float (&c)[4]) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+DEVICE u32 multiply_bfloat16(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+DEVICE u32 subtract_bfloat16(u32 a, u32 b) {
+    u32 difference;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+}
 // mbarriers in shared memory count arrivals and bytes; their phases are numbered from 0.
 DEVICE void begin_barrier(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");

@@ -7,27 +7,18 @@
 // left operand. x is in tiles with the layout that the instruction reads; for each group one thread of four additional
 // warps has the copy engine load them, STAGES tiles at a time.
 //
-// If K is no multiple of 128 (TAIL), codes after the last column are zeros and no memory is read for them, x is zero
-// there too, and a missing scale repeats the first one of its chunk.
+// With DIRECT no kernel prepares x: it is bfloat16, the four warps copy the tiles from its rows (direct_tiles.cuh), and
+// codes are decoded to bfloat16 (bfloat16_words.cuh).
+//
+// If K is no multiple of 128, codes after the last column are zeros (chunks.cuh), and x is zero there too.
 
-constexpr int CHUNK = 128, CODES_PER_CHUNK = 16 * BITS;  // columns of w at a time; bytes of a row's codes in them
 constexpr int ROUND = STAGES / 2;  // chunks until the ring of tiles repeats
 constexpr int ALL_THREADS = THREADS + 128;  // with the four loading warps
-constexpr bool SCALED = SCALE_BYTES > 0;  // whether words are multiplied by scales
-constexpr bool TAIL = !WHOLE_TILES;  // whether the last chunk may be short, or scales are not aligned
-constexpr int SCALE_COLUMNS = SCALED ? CHUNK / SCALES_PER_CHUNK : CHUNK;  // columns that share a scale
+constexpr bool CHECKED = SCALE == E8M0 || DIRECT && HAS_SPECIALS;  // whether multiply_any_scales may be needed
 static_assert(STAGES % 2 == 0 && ROUND % AHEAD == 0, "the ring index of tiles and chunks is a constant in the loop");
 static_assert(WK <= 4, "four loading warps, one per group");
 static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w and one chunk");
 
-struct ThreadRows {  // where this thread reads its two rows of w
-    const u8 *codes[2], *scales[2];
-    u32 t;
-    int left;  // TAIL: columns from here to the end of the row
-};
-struct Chunk {  // 32 codes of each row, BITS words, and their scales
-    u32 codes[2][BITS], scales[2];
-};
 struct Tiles {  // tiles of x of this group's columns
     const u8* x;
     u32 count;  // chunks; each has two tiles
@@ -35,69 +26,19 @@ struct Tiles {  // tiles of x of this group's columns
     u64 *full, *empty;  // barriers, STAGES of each
 };
 
-// The rows of this thread from chunk ``first`` on. Rows after the last one repeat it; their results are not written.
-DEVICE ThreadRows rows_of_thread(const Arguments& a, const Weight& w, u32 first) {
-    u32 lane = thread() % 32;
-    ThreadRows mine = {{}, {}, lane % 4, int(a.k) - int(first * CHUNK)};
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        u32 row = (block_x() - w.first) * ROWS + thread() / 32 % WR * 16 + lane / 4 + 8 * r;
-        row = row < w.n ? row : w.n - 1;
-        u64 scales = u64(row_of_scales(row)) * a.scales_stride + first * SCALES_PER_CHUNK + place_of_scales(mine.t);
-        mine.codes[r] = w.codes + u64(row) * a.codes_stride + first * CODES_PER_CHUNK + column_of(mine.t) * BITS / 8;
-        mine.scales[r] = w.scales + scales;
-    }
-    return mine;
-}
-
-// Loads piece H of both rows of the INDEX-th chunk from here. Codes of fewer than 8 bits load both pieces with the
-// second.
-template <int INDEX, int H> DEVICE void load_codes(Chunk& chunk, const ThreadRows& mine) {
-    if constexpr (BITS != 8 && H == 0) return;
-    if (TAIL && INDEX * CHUNK + (BITS == 8 ? 64 * H : 0) + int(column_of(mine.t)) >= mine.left) {
-#pragma unroll
-        for (int i = 0; i < 2 * BITS; i++)
-            if (BITS != 8 || i % BITS / 4 == H) chunk.codes[i / BITS][i % BITS] = 0;
-        return;
-    }
-    constexpr int at = INDEX * CODES_PER_CHUNK + (BITS == 8 ? 64 * H : 0);
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        if constexpr (BITS == 6) {
-            load_once<8, at>(chunk.codes[r], mine.codes[r]);
-            load_once<8, at + 8>(chunk.codes[r] + 2, mine.codes[r]);
-            load_once<8, at + 16>(chunk.codes[r] + 4, mine.codes[r]);
-        } else {
-            load_once<16, at>(chunk.codes[r] + (BITS == 8 ? 4 * H : 0), mine.codes[r]);
-        }
-    }
-}
-// The scale of block ``block`` of the INDEX-th chunk from here.
-template <int INDEX> DEVICE u32 scale_of_block(const u8* scales, const ThreadRows& mine, int block) {
-    bool inside = INDEX * CHUNK + block * SCALE_COLUMNS < mine.left;
-    return *(scales - place_of_scales(mine.t) + INDEX * SCALES_PER_CHUNK + (TAIL && !inside ? 0 : block));
-}
-template <int INDEX> DEVICE void load_scales(Chunk& chunk, const ThreadRows& mine) {
-    if constexpr (TAIL && SCALED) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            chunk.scales[r] = 0;
-#pragma unroll
-            for (int i = 0; i < SCALE_BYTES; i++) {
-                u32 scale = scale_of_block<INDEX>(mine.scales[r], mine, int(place_of_scales(mine.t)) + i);
-                chunk.scales[r] |= scale << 8 * i;
-            }
-        }
-    } else if constexpr (SCALE_BYTES > 0)
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-            chunk.scales[r] = load_scale<SCALE_BYTES, INDEX * SCALES_PER_CHUNK>(mine.scales[r]);
-}
+struct Scales {  // of both rows of a chunk
+    u32 bytes[2][SCALE_WORDS];  // minus the least of their window
+    u32 of_words[2][2];  // what the words of each piece are multiplied by, unless DIRECT
+};
 
 // Decodes piece H of both rows to four fragments.
-template <int H> DEVICE void decode_both(u32 (&a)[16], const Chunk& chunk, const u32 (&word_scale)[2][2]) {
+template <int H>
+DEVICE void decode_both(u32 (&a)[16], Chunk& chunk, const Scales& scales, u32 t, u32& largest) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) decode_piece<SCALED>(a, r, chunk.codes[r] + H * (BITS / 2), word_scale[r][H]);
+    for (int r = 0; r < 2; r++) {
+        if constexpr (DIRECT) decode_bfloat16<H>(a, r, chunk.codes[r], scales.bytes[r], t, largest);
+        else decode_piece<SCALED>(a, r, chunk.codes[r] + H * (BITS / 2), scales.of_words[r][H]);
+    }
 }
 
 DEVICE void fetch(u8* to, const u8* from, u32 bytes, u64* barrier) {
@@ -117,6 +58,7 @@ DEVICE void fetch_tiles(const Tiles& tiles) {
 struct Work {  // the state of a warp that multiplies
     Chunk ring[AHEAD];
     u32 a[2][16], windows[2], seen, round;
+    u32 largest;  // DIRECT: of the magnitudes of codes, if some are special
     u64 descriptor;
     BarrierAddress barriers;
 };
@@ -134,48 +76,55 @@ template <int SLOT> DEVICE void multiply_tile(Total& sums, Work& work, const Til
     begin_wgmma(work.a[SLOT % 2]);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        multiply_warpgroup(sums, work.a[SLOT % 2] + 4 * j, work.descriptor + descriptor_step(SLOT * TILE + 32 * j));
+        multiply_warpgroup<DIRECT>(sums, work.a[SLOT % 2] + 4 * j, work.descriptor + descriptor_step(SLOT * TILE + 32 * j));
     commit_wgmma();
     wait_for_wgmma<1>();
     if (SLOT > 0 || work.round > 0) arrive_at<STAGES + (SLOT + STAGES - 1) % STAGES>(work.barriers);
 }
 
 // Multiplies chunk INDEX of a round and the chunks after it.
-template <int INDEX> DEVICE void multiply_round(Total& sums, Work& work, const ThreadRows& mine, const Tiles& tiles) {
+template <int INDEX> DEVICE void multiply_round(Total& sums, Work& work, ThreadRows& mine, const Tiles& tiles) {
     u32 index = work.round * ROUND + INDEX;
     if (index >= tiles.count) return;
     bool more = index + AHEAD < tiles.count;
     Chunk& chunk = work.ring[INDEX % AHEAD];
-    u32 word_scale[2][2] = {};
+    Scales scales = {};
+#pragma unroll
+    for (int r = 0; SCALED && r < 2; r++) scales_of(scales.bytes[r], chunk, mine, r);
+    if (is_short<INDEX>(mine)) replace_missing<INDEX>(chunk, scales.bytes, mine);
 #pragma unroll
     for (int r = 0; SCALED && r < 2; r++) {
-        u32 scales = chunk.scales[r];
-        if (SCALE == E8M0) scales -= work.windows[r], work.seen |= scales;
-        word_scales(word_scale[r], scales, mine.t);
+        if (SCALE == E8M0) scales.bytes[r][0] -= work.windows[r], work.seen |= scales.bytes[r][0];
+        if constexpr (!DIRECT) word_scales(scales.of_words[r], scales.bytes[r][0], mine.t);
     }
-    decode_both<0>(work.a[0], chunk, word_scale);
+    decode_both<0>(work.a[0], chunk, scales, mine.t, work.largest);
     if (more) load_codes<INDEX + AHEAD, 0>(chunk, mine), load_scales<INDEX + AHEAD>(chunk, mine);
     multiply_tile<2 * INDEX>(sums, work, tiles);
-    decode_both<1>(work.a[1], chunk, word_scale);
+    decode_both<1>(work.a[1], chunk, scales, mine.t, work.largest);
     if (more) load_codes<INDEX + AHEAD, 1>(chunk, mine);
     multiply_tile<2 * INDEX + 1>(sums, work, tiles);
     if constexpr (INDEX + 1 < ROUND) multiply_round<INDEX + 1>(sums, work, mine, tiles);
 }
 
-template <int INDEX> DEVICE void load_first(Work& work, const ThreadRows& mine, const Tiles& tiles) {
+template <int INDEX> DEVICE void load_first(Work& work, ThreadRows& mine, const Tiles& tiles) {
     if (INDEX >= tiles.count) return;
     load_codes<INDEX, 0>(work.ring[INDEX], mine), load_codes<INDEX, 1>(work.ring[INDEX], mine);
     load_scales<INDEX>(work.ring[INDEX], mine);
     if constexpr (INDEX + 1 < AHEAD) load_first<INDEX + 1>(work, mine, tiles);
 }
 
-// Sums all chunks, the first of which are being loaded. Returns whether all scales were inside their windows.
-DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows mine, const Tiles& tiles) {
-    work.seen = 0, work.descriptor = matrix_descriptor(tiles.ring), work.barriers = barrier_address(tiles.full);
+// Sums all chunks, the first of which are being loaded. Returns whether all scales were inside their windows and no
+// code was special.
+DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows& mine, const Tiles& tiles) {
+    work.seen = work.largest = 0, work.descriptor = matrix_descriptor(tiles.ring), work.barriers = barrier_address(tiles.full);
     clear(sums);
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-        if (SCALE == E8M0) work.windows[r] = window_around(work.ring[0].scales[r]);
+    for (int r = 0; SCALE == E8M0 && r < 2; r++) {
+        u32 first[2][SCALE_WORDS];
+        scales_of(first[r], work.ring[0], mine, r);
+        if (is_short<0>(mine)) replace_missing<0>(work.ring[0], first, mine);
+        work.windows[r] = window_around(first[r][0]);
+    }
     work.round = 0;
     do {  // there is at least one: in a loop with none ptxas would serialize the wgmma instructions
         multiply_round<0>(sums, work, mine, tiles);
@@ -186,34 +135,42 @@ DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows mine, const Tiles& 
     } while (++work.round * ROUND < tiles.count);
     wait_for_wgmma<0>();
     fence_sums(sums);
-    if constexpr (SCALE != E8M0) return true;
+    if constexpr (SCALE == E8M0 && !DIRECT)
 #pragma unroll
-    for (int j = 0; j < NT; j++)
+        for (int j = 0; j < NT; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) sums[j][e] *= power_of(work.windows[e / 2]);
-    return (work.seen & OUTSIDE) == 0;
+            for (int e = 0; e < 4; e++) sums[j][e] *= power_of(work.windows[e / 2]);
+    return (SCALE != E8M0 || (work.seen & OUTSIDE) == 0) && !(DIRECT && has_special(work.largest));
 }
 
 // ---------------------------------------------------------------------------------------------- any scales
 
 // Multiplies piece H of a chunk by its tile once for each scale block, with the words of the other blocks zero. Each
 // warp uses mma instructions: with more wgmma instructions here, ptxas would serialize those above.
-template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, const ThreadRows& m, const u8* tile) {
-    constexpr u32 blocks = BITS == 8 ? 2 : 4;
+template <int H> DEVICE void multiply_blocks(Total& sums, Chunk& chunk, const ThreadRows& m, const u8* tile) {
+    constexpr u32 blocks = BITS == 8 || DIRECT && BITS == 4 ? 2 : 4;
     u32 words[16], a[16], g = thread() % 32 / 4, mine = BITS == 8 ? m.t / 2 : m.t;
     const u8* lines[8];  // of the first row of x; eight rows further are 1024 bytes
 #pragma unroll
     for (u32 i = 0; i < 8; i++) lines[i] = tile + g * 128 + (i ^ g) * 16 + 4 * m.t;
 #pragma unroll
-    for (int r = 0; r < 2; r++) decode_piece<false>(words, r, chunk.codes[r] + H * (BITS / 2), 0);
+    for (int r = 0; r < 2; r++) {
+        if constexpr (DIRECT) decode_any_bfloat16<H>(words, r, chunk.codes[r], m.t);
+        else decode_piece<false>(words, r, chunk.codes[r] + H * (BITS / 2), 0);
+    }
 #pragma unroll 1
     for (u32 block = 0; block < blocks; block++) {
         float scale[2];
 #pragma unroll
-        for (int r = 0; r < 2; r++)
-            scale[r] = power_of_scale(scale_of_block<0>(m.scales[r], m, (BITS == 8 ? 2 * H : 0) + int(block)));
+        for (int r = 0; r < 2; r++) {
+            scale[r] = 1;
+            if constexpr (SCALE == E8M0)
+                scale[r] = power_of_scale(scale_of_block(m.scales[r], m, (blocks == 2 ? 2 * H : 0) + int(block)));
+        }
+        // DIRECT: all threads have the same columns in a step, else a thread has all columns of a block
+        auto inside = [&](int i) { return block == (DIRECT ? i * blocks / 16 : mine); };
 #pragma unroll
-        for (int i = 0; i < 16; i++) a[i] = block == mine ? words[i] : 0;
+        for (int i = 0; i < 16; i++) a[i] = inside(i) ? words[i] : 0;
 #pragma unroll
         for (int j = 0; j < NT; j++) {
             float partial[4] = {};
@@ -221,7 +178,9 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
             for (int i = 0; i < 4; i++) {  // x is zero elsewhere too, because it may be infinite
                 u32 low = *reinterpret_cast<const u32*>(lines[2 * i] + 1024 * j);
                 u32 high = *reinterpret_cast<const u32*>(lines[2 * i + 1] + 1024 * j);
-                multiply_add(partial, a + 4 * i, block == mine ? low : 0, block == mine ? high : 0, partial);
+                low = inside(4 * i) ? low : 0, high = inside(4 * i) ? high : 0;
+                if constexpr (DIRECT) multiply_add_bfloat16(partial, a + 4 * i, low, high, partial);
+                else multiply_add(partial, a + 4 * i, low, high, partial);
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) sums[j][e] += scale[e / 2] * partial[e];
@@ -229,15 +188,27 @@ template <int H> DEVICE void multiply_blocks(Total& sums, const Chunk& chunk, co
     }
 }
 
-// The same sums for scales of any size; ``arrived``: a barrier for the two tiles of a chunk.
-DEVICE void multiply_any_scales(Total& sums, ThreadRows mine, const Tiles& tiles, u64* arrived, u32 group) {
+// The same sums for scales of any size and all codes; ``arrived``: a barrier for the two tiles of a chunk, ``first``:
+// the group's first chunk.
+DEVICE void multiply_any_scales(
+    const Arguments& a, const Weight& w, Total& sums, const Tiles& tiles, u64* arrived, u32 group, u32 first) {
+    ThreadRows mine = rows_of_thread(a, w, first);
     clear(sums);
     for (u32 i = 0; i < tiles.count; i++) {
         Chunk chunk;
-        load_codes<0, 0>(chunk, mine), load_codes<0, 1>(chunk, mine);
+        ThreadRows here = mine;
+        u32 unused[2][SCALE_WORDS] = {};
+        load_codes<0, 0>(chunk, here), load_codes<0, 1>(chunk, here);
+        if (is_short<0>(mine)) replace_missing<0>(chunk, unused, mine);
         sync_some(group, GROUP_THREADS);  // the tiles are not read any more
-        if (thread() % GROUP_THREADS == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
-        wait_at(arrived, i);
+        if constexpr (DIRECT) {
+#pragma unroll 1
+            for (u32 h = 0; h < 2; h++) copy_tile(a, first, 2 * i + h, tiles.ring + h * TILE);
+            sync_some(group, GROUP_THREADS);
+        } else {
+            if (thread() % GROUP_THREADS == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
+            wait_at(arrived, i);
+        }
         multiply_blocks<0>(sums, chunk, mine, tiles.ring);
         multiply_blocks<1>(sums, chunk, mine, tiles.ring + TILE);
 #pragma unroll
@@ -257,7 +228,10 @@ DEVICE void sync_all() {  // and announce to the blocks of the cluster that the 
 // The barriers of tiles, one more per group for multiply_any_scales, and one for sums.
 DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
-        for (int i = 0; i < BARRIERS; i++) begin_barrier(barriers + i, i < TILE_BARRIERS && i / STAGES % 2 ? WR : 1);
+        for (int i = 0; i < BARRIERS; i++) {
+            bool of_tiles = i < TILE_BARRIERS, empty = i / STAGES % 2;
+            begin_barrier(barriers + i, of_tiles && empty ? WR : of_tiles && DIRECT ? LOADERS : 1);
+        }
     publish_barriers();
 }
 
@@ -273,10 +247,15 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     u64* of_tiles = barriers + group * (2 * STAGES);
     Tiles tiles = {x, end - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
     if (warp >= WR * WK) {
-        if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<LEAST_REGISTERS>();
+        if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<REGISTERS_LOAD>();
         sync_all();
         wait_for_previous();
-        if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
+        if constexpr (DIRECT) {
+            u32 index = (warp - WR * WK) / WK * 32 + lane_of_warp();
+            if (index < 32 * LOADERS) load_tiles(a, first, tiles.ring, tiles.full, tiles.empty, 2 * tiles.count, index);
+        } else {
+            if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
+        }
         sync_warp();
         if constexpr (REDUCE_DSMEM) wait_for_cluster();
         return;
@@ -291,13 +270,14 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     begin_barriers(barriers);
     sync_all();
     wait_for_previous();
-    for (u32 i = thread(), row = block_y() * COLS; i < COLS; i += THREADS)
+    for (u32 i = thread(), row = block_y() * COLS; i < COLS && !DIRECT; i += THREADS)
         x_scale[i] = row + i < a.m ? load_fresh(a.x_scale + row + i) : 0;
     if (thread() == 0) x_scale[COLS] = global_scale;
     Total sums;
     bool right = multiply_all(sums, work, mine, tiles);
-    if constexpr (SCALE != E8M0) sync_block();
-    else if (any_of_block(!right)) multiply_any_scales(sums, mine, tiles, barriers + TILE_BARRIERS + group, group);
+    if constexpr (!CHECKED) sync_block();
+    else if (any_of_block(!right))
+        multiply_any_scales(a, w, sums, tiles, barriers + TILE_BARRIERS + group, group, first);
     if constexpr (WK > 1) add_groups(sums, reinterpret_cast<float*>(shared + SUM_BYTES), group);
     if (REDUCE_GLOBAL && !reduce_through_global(a, sums)) return;
     float* sums_at = reinterpret_cast<float*>(shared);

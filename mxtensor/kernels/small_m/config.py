@@ -76,11 +76,19 @@ class LaunchConfig(NamedTuple):
     reduce_dsmem: bool = False
     """whether the blocks of a wgmma cluster send their sums through distributed shared memory by the copy engine;
     otherwise each block reads the sums of the others"""
+    direct: bool = False
+    """whether a wgmma kernel reads bfloat16 activations as they are and decodes codes to bfloat16, so that no kernel
+    prepares them"""
 
     @property
     def kind(self) -> str:
         """One of ``KINDS``."""
         return "persistent" if self.persistent else "wgmma" if self.wgmma else "pipelined"
+
+    @property
+    def prepares(self) -> bool:
+        """Whether another kernel has to prepare the activations."""
+        return not (self.whole_x or self.direct)
 
     @property
     def threads(self) -> int:
@@ -103,7 +111,7 @@ class LaunchConfig(NamedTuple):
         return 32 * self.slabs * (1 if self.persistent else self.wk)
 
 
-FLAGS = frozenset({"whole_x", "wgmma", "reduce_global", "reduce_dsmem"})
+FLAGS = frozenset({"whole_x", "wgmma", "reduce_global", "reduce_dsmem", "direct"})
 """Fields of a config that are True or False."""
 
 
@@ -120,6 +128,8 @@ REGISTER_FILE = 65536
 """32-bit registers of a multiprocessor."""
 LEAST_REGISTERS = 24
 """The fewest registers that a thread can have."""
+LOADING = 40
+"""Registers of a thread of a direct kernel that loads activations."""
 
 
 class Registers(NamedTuple):
@@ -128,14 +138,17 @@ class Registers(NamedTuple):
     at_start: int
     """of every thread when the kernel starts"""
     compute: int
-    """of the threads that multiply, after the loading threads have released all but ``LEAST_REGISTERS``"""
+    """of the threads that multiply, after the loading threads have released all but theirs"""
+    load: int
+    """of the threads that load activations"""
 
 
 def registers(config: LaunchConfig) -> Registers:
     """How the registers of a multiprocessor are divided, in steps of 8."""
     at_start = REGISTER_FILE // config.blocks // config.threads // 8 * 8
-    left = (at_start * config.threads - LEAST_REGISTERS * 128) // (config.threads - 128) // 8 * 8
-    return Registers(min(at_start, 255), min(left, 240))
+    load = LOADING if config.direct else LEAST_REGISTERS
+    left = (at_start * config.threads - load * 128) // (config.threads - 128) // 8 * 8
+    return Registers(min(at_start, 255), min(left, 240), load)
 
 
 # ---------------------------------------------------------------------------------------------- facts
@@ -164,9 +177,9 @@ class Facts(NamedTuple):
 def facts_for(facts: Facts, config: LaunchConfig) -> Facts:
     """The facts of a product as the kernel of this config sees them.
 
-    Unless ``whole_x`` is set, another kernel has cast the activations to float16 before.
+    Unless it reads them as they are, another kernel has cast the activations to float16 before.
     """
-    return facts if config.whole_x else facts._replace(x=torch.float16, x_copy=16, cast=None)
+    return facts._replace(x=torch.float16, x_copy=16, cast=None) if config.prepares else facts
 
 
 def scale_bytes(format: Format, config: LaunchConfig) -> int:
@@ -187,10 +200,10 @@ def classes_of(format: Format, config: LaunchConfig, x_rows: int) -> int:
     return min(8 // next(r for r in (1, 2, 4) if r >= x_rows), config.depth // format.block[1])
 
 
-def has_whole_chunks(format: Format, k: int, alignment: Sequence[int]) -> bool:
+def has_whole_chunks(format: Format, k: int, alignment: Sequence[int], direct: bool = False) -> bool:
     """Whether each row is whole chunks of 128 columns, with scales that a thread of a wgmma kernel loads at once."""
     kind = SCALES[format.scale, format.block[1]]
-    size = {"UE4M3": 2, "E8M0": 4 if format.element.bits == 8 else 1}.get(kind, 1)
+    size = {"UE4M3": 4 if direct else 2, "E8M0": 4 if direct or format.element.bits == 8 else 1}.get(kind, 1)
     return k % 128 == 0 and alignment[1] % size == 0
 
 
@@ -246,13 +259,14 @@ def wgmma_constants(config: LaunchConfig) -> Constants:
     sums = ", ".join(f"%{i}" for i in range(cols // 2))
     left = ", ".join(f"%{cols // 2 + i}" for i in range(4))
     right = f"%{cols // 2 + 4}"
-    text = f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.f16.f16 {{{sums}}}, {{{left}}}, {right}, 1, 1, 1, 0;"
+    types = "f32.bf16.bf16" if config.direct else "f32.f16.f16"
+    text = f"wgmma.mma_async.sync.aligned.m64n{cols}k16.{types} {{{sums}}}, {{{left}}}, {right}, 1, 1, 1, 0;"
     return (
         ("WGMMA_TEXT", f'"{text}"'),
         ("WGMMA_SUMS(d)", ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(cols // 2))),
         ("REGISTERS_AT_START", per_thread.at_start),
         ("REGISTERS_COMPUTE", per_thread.compute),
-        ("LEAST_REGISTERS", LEAST_REGISTERS),
+        ("REGISTERS_LOAD", per_thread.load),
     )
 
 

@@ -1,8 +1,9 @@
 """Launches of small-M products: resolve the config, prepare the activations, compile the sources, call the kernel.
 
 ``resolve`` does what depends on shapes, dtypes and alignments only, and is cached. A config with ``whole_x`` casts the
-activations inside the product kernel (up to 8 rows); other configs need one launch of ``cuda/activations.cu`` before,
-two where an NVFP4 cast needs the largest magnitude of many values. ``cuda/pipelined.cu`` multiplies by one weight, by
+activations inside the product kernel (up to 8 rows), and a ``direct`` one reads bfloat16 activations as they are; other
+configs need one launch of ``cuda/activations.cu`` before, two where an NVFP4 cast needs the largest magnitude of many
+values. ``cuda/pipelined.cu`` multiplies by one weight, by
 several, or groups of rows by a stack of weights; ``cuda/persistent.cu`` and ``cuda/wgmma.cu`` by one or several.
 """
 
@@ -24,6 +25,7 @@ from ..runtime import nvrtc, triton_launch
 from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants, copy_size
 from ..runtime.prepared_launches import Step
 from .config import MOST_WEIGHTS, Facts, LaunchConfig, can_use_wgmma, classes_of, constants, facts_for, has_whole_chunks
+from .direct import can_be_direct
 from .heuristics import BY_WARPS, choose_config, gpu_of, groups_with_rows
 from .scratch import ACTIVATION_THREADS, Scratch, scratch_of
 from .shared_memory import SharedMemoryLayout, clusters, layout_of
@@ -38,7 +40,10 @@ KERNEL_SOURCES = {
     "persistent": (
         *HEADERS, "stages.cuh", "sums.cuh", "result.cuh", "small_m_mma.cuh", "warp_activations.cuh", "persistent.cu",
     ),
-    "wgmma": (*HEADERS, "stages.cuh", "result.cuh", "dequant_words.cuh", "cluster_reduce.cuh", "wgmma.cu"),
+    "wgmma": (
+        *HEADERS, "stages.cuh", "result.cuh", "bfloat16_words.cuh", "dequant_words.cuh", "chunks.cuh",
+        "cluster_reduce.cuh", "direct_tiles.cuh", "wgmma.cu",
+    ),
 }  # fmt: skip
 """Kind of kernel -> its sources, in order."""
 
@@ -90,11 +95,14 @@ def choose(
     (rows, cols, groups), width, weights = sizes, sum(widths), 1 if len(widths) == 1 else MOST_WEIGHTS
     copies = copy_size(alignment[0]), copy_size(alignment[1]), copy_size(alignment[2], 2 * cols)
     gpu, wgmma = gpu_of(device), can_use_wgmma(format, cols, groups, alignment)
+    direct = can_be_direct(format, types[0], copies[2], cast)
 
     def possible(config: LaunchConfig) -> bool:
         if config.reduce_dsmem and (
             not config.wgmma or config.reduce_global or config.split < 2 or config.cols % config.split
         ):
+            return False
+        if config.direct and (not config.wgmma or config.reduce_global or not direct):
             return False
         if not config.wgmma:
             # The kernel finds the largest magnitude of its own rows only.
@@ -116,7 +124,7 @@ def choose(
             f"({gpu.memory} bytes per block)"
         )
     whole = cols % config.depth == 0 and not any(n % config.rows for n in widths)
-    even = has_whole_chunks(format, cols, alignment) if config.wgmma else whole
+    even = has_whole_chunks(format, cols, alignment, config.direct) if config.wgmma else whole
     if not possible(config):
         raise RuntimeError(
             f"{config} cannot run {width}x{cols} in {format}, {groups} groups, aligned to {copies} bytes; "
@@ -220,7 +228,7 @@ def _launch_once(
     resolved = resolved_for(x, weights, format, cols, groups, out_dtype, cast, given)
     results = [x.new_empty(rows, w.data.shape[-2], dtype=out_dtype) for w in weights]
     scratch, memory = None, None
-    if not resolved.config.whole_x:
+    if resolved.config.prepares:
         scratch = scratch_of(resolved.config, rows, x.shape[1], cast, resolved.blocks)
         memory = x.new_empty(scratch.bytes, dtype=torch.uint8)
     for kernel, grid, shared_bytes, arguments in steps_of(

@@ -98,7 +98,8 @@ def prepare_launch(
     with triton_launch.on(x.device):
         groups = 0 if ends is None else weights[0].data.shape[0]
         resolved = resolved_for(rows, weights, format, cols, groups, dtype, cast, None)
-        scratch = None if resolved.config.whole_x else scratch_of(resolved.config, *rows.shape, cast, resolved.blocks)
+        config, blocks = resolved.config, resolved.blocks
+        scratch = scratch_of(config, *rows.shape, cast, blocks) if config.prepares else None
         given: Any = _At(rows, X | rows.data_ptr() & 15)
         results: list[Any] = [_At(rows, RESULTS + i * WINDOW) for i in range(len(weights))]
         at_ends: Any = None if ends is None else _At(ends, ENDS)

@@ -2,7 +2,8 @@
 
     float16 activations | float32 scale of each row | maxima of blocks | counters | partial sums
 
-Each part starts at a multiple of ``ALIGNMENT`` bytes. A config with ``whole_x`` needs none.
+Each part starts at a multiple of ``ALIGNMENT`` bytes. A config with ``whole_x`` or ``direct``
+needs none.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 import mxtensor as mx
 from mxtensor.kernels.gemm.select import gemm, grouped_gemm
 from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.kernels.small_m.launch import Weight, launch
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.reference import decode, encode
@@ -132,6 +133,43 @@ def test_nan_blocks_and_the_largest_and_smallest_scales(rows):
     assert relative_error(y[:, 5], x.double() @ values(w)[5]) < 1e-5
 
 
+DIRECTS = (
+    LaunchConfig(1, 2, 4, 2, 4, 8, 2, 2, False, True, 2, reduce_dsmem=True, direct=True),
+    LaunchConfig(1, 4, 4, 3, 4, 8, 1, 2, False, True, 2, direct=True),
+    LaunchConfig(1, 16, 8, 1, 4, 8, 1, 1, False, True, 2, direct=True),
+)
+"""Kernels that read bfloat16 activations as they are."""
+
+
+def direct_product(x, w, config):
+    given = (Weight(w.data, w.scale, w.global_scale, None),)
+    return launch(x, given, w.format, x.shape[1], None, None, 1.0, 1.0, torch.float32, None, config)[0]
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if "128" not in f])
+@pytest.mark.parametrize("config", DIRECTS)
+@pytest.mark.parametrize("shape", [(5, 515, 832), (40, 1024, 2048), (300, 130, 1024)])
+def test_activations_that_no_kernel_prepares(format, config, shape):
+    m, n, k = shape
+    w, x = operand(format, n, k), torch.randn(m, k + 8, device="cuda").bfloat16()[:, :k]
+    x *= 2.0 ** torch.randint(-60, 60, (m, 1), device="cuda").bfloat16()
+    y, exact = direct_product(x, w, config), x.double() @ values(w).t()
+    size = exact.norm(dim=1, keepdim=True)
+    assert relative_error(y / size, exact / size) < TOLERANCE
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp8_e5m2", "float8_e4m3_row", "float8_e5m2_row"])
+@pytest.mark.parametrize("config", DIRECTS)
+def test_infinities_and_nans_among_codes_that_become_bfloat16(format, config):
+    w, x = operand(format, 200, 1024), torch.randn(9, 1024, device="cuda").bfloat16()
+    for row, column, code in ((7, 3, 0x7F), (64, 500, 0xFF), (129, 767, 0x7E), (99, 40, 0xFC)):
+        w.data.view(torch.uint8)[row, column] = code
+    y, exact = direct_product(x, w, config), x.double() @ values(w).t()
+    finite = exact.isfinite()
+    assert torch.equal(y.isnan(), exact.isnan()) and not finite.all()
+    assert relative_error(y[finite], exact[finite]) < TOLERANCE
+
+
 def test_a_thread_of_its_own_compiles_and_runs_a_kernel():
     layer = mx.quantize_(torch.nn.Linear(672, 352, device="cuda", dtype=torch.bfloat16), "mxfp8-weight-only")
     x = torch.randn(3, 672, device="cuda", dtype=torch.bfloat16)
@@ -153,7 +191,10 @@ def test_configs_that_are_timed(format, kind, shape):
     w, x = operand(format, n, k), torch.randn(m, k, device="cuda").bfloat16()
     configs = list(tune.candidates(mx.get_format(format), m, n, k, kind))
     assert configs
-    rare = (lambda p: p.reduce_dsmem, lambda p: p.wgmma and p.wk > 1, lambda p: p.persistent and p.ahead)
+    rare = (
+        lambda p: p.reduce_dsmem, lambda p: p.wgmma and p.wk > 1, lambda p: p.persistent and p.ahead,
+        lambda p: p.direct, lambda p: p.direct and p.wk > 1, lambda p: p.direct and p.reduce_dsmem,
+    )  # fmt: skip
     some = [next(filter(is_rare, configs), configs[0]) for is_rare in rare]
     for config in dict.fromkeys((*configs[:: max(1, len(configs) // 4)], *some)):
         given = Weight(w.data, w.scale, w.global_scale, None), Weight(w.data[:96], w.scale[:96], w.global_scale, None)
