@@ -1,8 +1,9 @@
 """Fits the cost model of small-M products on this GPU and writes its file: ``python -m mxtensor.report.costs``.
 
-The configs that were fastest for some shape (``sm90.json``) are timed over many shapes. Their coefficients are fitted
-to ``FITTED``; the error is printed on ``HELD_OUT``, shapes that the fit does not see, as the median and the 90th
-percentile of |predicted / measured - 1|, and as the time lost by taking the predicted config in place of the fastest.
+The configs that were fastest for some shape (``sm90.json``) and those of ``tile_widths.py`` are timed over many shapes.
+Their coefficients are fitted to ``FITTED``; the error is printed on ``HELD_OUT``, shapes that the fit does not see, as
+the median and the 90th percentile of |predicted / measured - 1|, and as the time lost by taking the predicted config in
+place of the fastest.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..kernels.runtime.cuda_macros import RESERVED
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import LaunchConfig, config_of
 from ..kernels.small_m.costs import (
     ROWS,
     Cost,
     Key,
+    by_expected_time,
     costs_of,
     features,
     path_of,
@@ -34,11 +37,12 @@ from ..kernels.small_m.costs import (
     tiles_of,
     write,
 )  # fmt: skip
-from ..kernels.small_m.heuristics import STAND_INS, fitted, gpu_of, table
+from ..kernels.small_m.heuristics import FEW, STAND_INS, WGMMA_CAPABILITY, fitted, gpu_of, table
 from ..kernels.small_m.shared_memory import Gpu, layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
-from .tune import FEW, FORMATS, call, format_name, graph_time, is_narrow, weights
+from .tile_widths import even_tiles, pays_off
+from .tune import FORMATS, call, format_name, graph_time, is_narrow, weights
 
 FITTED = (
     (4096, 4096), (14336, 4096), (4096, 14336), (6144, 5120), (5120, 5120), (2880, 4096), (5120, 2880), (1024, 4096),
@@ -51,6 +55,12 @@ HELD_OUT = (
     (1536, 2048), (1280, 1280),
 )  # fmt: skip
 """(N, K) of the weights that only the printed error is about."""
+SIZES = (512, 768, 1024, 1536, 2048, 2880, 4096, 5120, 6144, 8192, 12288, 16384, 28672)
+"""N and K of shapes, all pairs; a config is written if it is among the fastest for one of them."""
+PRODUCTS_PER_US = 2048 * 1980
+"""Products of two 16-bit numbers of one multiprocessor."""
+SAVED = 2
+"""The fastest configs that a shape needs: of all, of those with prepared activations, and of those without wgmma."""
 LENDERS = {"nvfp4": "mxfp4_e2m1", "mxfp6_e2m3": "mxfp8_e4m3"}
 """A format -> the one that lends it the costs of configs that were not timed for it."""
 Case = tuple[str, bool, int, LaunchConfig]
@@ -85,6 +95,13 @@ def products(format: Format, shapes: Sequence[tuple[int, int]], gpu: Gpu) -> Ite
             for n, k in shapes:
                 if tiles_of(config, m, n) <= most and layout_of(format, config, m, n, k, gpu):
                     yield m, n, k, config, Cast(format) if casts else None
+        known = set(candidates(format, m, casts, gpu.capability))
+        for config in () if casts or gpu.capability != WGMMA_CAPABILITY else even_tiles(format, m):
+            for n, k in () if config in known else shapes:
+                layout = layout_of(format, config, m, n, k, gpu)
+                fits = layout and config.blocks * (layout.bytes + RESERVED) <= gpu.memory + RESERVED
+                if fits and pays_off(config, m, n, gpu):
+                    yield m, n, k, config, None
 
 
 def measure(
@@ -135,8 +152,17 @@ def fit(times: Times, gpu: Gpu, keep: Callable[[int, int], bool]) -> dict[Case, 
             continue
         known = np.array([features(config, m, n, k, get_format(name), gpu) for n, k, _ in used])
         us = np.array([one for *_, one in used])
-        out[case] = Cost(config, *map(float, non_negative_fit(known / us[:, None], np.ones(len(us)))))
+        least = np.array([0, least_step(config), 0, 0, 0, 0])
+        found = least + non_negative_fit(known / us[:, None], 1 - known @ least / us)
+        (least_n, most_n), (least_k, most_k) = ((min(sizes), max(sizes)) for sizes in list(zip(*used, strict=True))[:2])
+        start, step, byte, wave, tail, columns = map(float, found)
+        out[case] = Cost(config, start, step, byte, wave, tail, columns, least_n, most_n, least_k, most_k)
     return out
+
+
+def least_step(config: LaunchConfig) -> float:
+    """Microseconds that the matrix instructions of a step take at least, on an H100 at its highest clock."""
+    return config.rows * config.cols * config.depth / PRODUCTS_PER_US if config.wgmma else 0.0
 
 
 def lent(costs: Mapping[Case, Cost], gpu: Gpu) -> dict[Case, Cost]:
@@ -158,7 +184,26 @@ def lent(costs: Mapping[Case, Cost], gpu: Gpu) -> dict[Case, Cost]:
         ]
         for config in [config for config in other if ratios and config not in own]:
             ratio = math.exp(statistics.fmean(ratios))
-            out[name, False, m, config] = Cost(config, *(ratio * value for value in other[config][1:]))
+            out[name, False, m, config] = other[config].times(ratio)
+    return out
+
+
+def needed(costs: Mapping[Key, Sequence[Cost]], gpu: Gpu) -> dict[Key, Sequence[Cost]]:
+    """Only the configs that are among the fastest for some shape of ``SIZES``."""
+    classes = (lambda c: True, lambda c: not c.direct, lambda c: not c.wgmma)
+    out: dict[Key, Sequence[Cost]] = {}
+    for (name, casts, m), known in costs.items():
+        format, saved, below = (
+            get_format(name),
+            set[LaunchConfig](),
+            max((rows for rows in ROWS if rows < m), default=0),
+        )
+        for n, k, rows in itertools.product(SIZES, SIZES, {below + 1, m}):
+            fits = [c for c in known if layout_of(format, c.config, rows, n, k, gpu)]
+            order = [config for _, config in by_expected_time(fits, rows, n, k, format, gpu)]
+            for belongs in classes:
+                saved.update(list(filter(belongs, order))[:SAVED])
+        out[name, casts, m] = [cost for cost in known if cost.config in saved]
     return out
 
 
@@ -167,7 +212,7 @@ def check(times: Times, costs: dict[Case, Cost], gpu: Gpu, shapes: Sequence[tupl
     by_product: dict[tuple[object, ...], list[tuple[float, float]]] = defaultdict(list)
     for case, measured in times.items():
         for n, k, us in measured if case in costs else ():
-            if (n, k) in shapes:
+            if (n, k) in shapes and costs[case].knows(n, k):
                 expected = predict(costs[case], case[2], n, k, get_format(case[0]), gpu)
                 by_product[(*case[:3], n, k)].append((expected, us))
     errors = sorted(abs(expected / us - 1) for pairs in by_product.values() for expected, us in pairs)
@@ -244,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = args.json or path_of(gpu.capability)
     every = fit(times, gpu, lambda n, k: True)  # what is written uses all measurements
     every |= lent(every, gpu)
-    write(path, updated(costs_of(gpu.capability), every), note)
+    write(path, needed(updated(costs_of(gpu.capability), every), gpu), note)
     print(f"wrote {path}")
 
 

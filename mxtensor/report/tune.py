@@ -26,7 +26,7 @@ from ..kernels.runtime.cuda_macros import RESERVED
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import KINDS, LaunchConfig, registers
 from ..kernels.small_m.costs import tiles_at_a_time, tiles_of
-from ..kernels.small_m.heuristics import ROWS, WGMMA_CAPABILITY, Measured, gpu_of, path_of, read, write
+from ..kernels.small_m.heuristics import FEW, ROWS, WGMMA_CAPABILITY, Measured, gpu_of, path_of, read, write
 from ..kernels.small_m.launch import Weight, launch
 from ..kernels.small_m.shared_memory import Gpu, layout_of
 from ..numerics.cast import Cast
@@ -38,8 +38,6 @@ SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192
 """(N, K)"""
 JOINED = ((6144, 4096), (28672, 4096))
 """(N, K) of Llama 3 8B layers with one input (q, k and v; gate and up), which run as one launch; timed at one row."""
-FEW = 8
-"""Activation rows up to which the product kernel may load and cast all activations itself."""
 NARROW_IN_FLIGHT = ((8, 2), (8, 4), (12, 6))
 """(stages, ahead) of tiles narrower than the rows need."""
 COLD = 4

@@ -19,13 +19,13 @@ from ..core.select import forget_decisions
 from ..kernels.small_m import launch
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import LaunchConfig, can_use_wgmma
-from ..kernels.small_m.costs import costs_of, predict, rows_key
-from ..kernels.small_m.heuristics import Measured, gpu_of, stand_in, store_tuned
+from ..kernels.small_m.costs import by_expected_time, costs_of, rows_key
+from ..kernels.small_m.heuristics import FEW, Measured, gpu_of, stand_in, store_tuned
 from ..kernels.small_m.shared_memory import layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
 from ..tensor.mxtensor import MXTensor
-from .tune import FEW, call, graph_time, weights
+from .tune import call, graph_time, weights
 
 TUNED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTENDERS = 6
@@ -44,12 +44,14 @@ def _products(model: nn.Module) -> dict[tuple[str, bool, int, int], torch.device
 
 
 def _contenders(format: Format, casts: bool, m: int, n: int, k: int, gpu: Any) -> list[LaunchConfig]:
-    """The configs to time for one product, the one that is expected to be fastest first."""
+    """The configs to time for one product, the one that is expected to be fastest first; ``casts``: of activations that
+    are cast, which no direct config reads."""
     model, rows = costs_of(gpu.capability), rows_key(m)
-    costs = model.get((format.name, casts, rows)) or model.get((format.name, False, rows), ())
+    costs = (casts and m <= FEW and model.get((format.name, True, rows))) or model.get((format.name, False, rows), ())
     wgmma = can_use_wgmma(format, k, 0, (0, 0))
-    possible = [c for c in costs if (wgmma or not c.config.wgmma) and layout_of(format, c.config, m, n, k, gpu)]
-    return [c.config for c in sorted(possible, key=lambda c: predict(c, m, n, k, format, gpu))[:CONTENDERS]]
+    order = [config for _, config in by_expected_time(costs, m, n, k, format, gpu)]
+    known = [c for c in order if (wgmma or not c.wgmma) and not (casts and c.direct)]
+    return [c for c in known if layout_of(format, c, m, n, k, gpu)][:CONTENDERS]
 
 
 def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60.0) -> dict[tuple[int, int, int], str]:
@@ -72,7 +74,7 @@ def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60
             raise ValueError(f"there is no cost model of {gpu.name}; write one with python -m mxtensor.report.costs")
         if time.monotonic() > end:
             continue
-        cases = {m: _contenders(format, casts and m <= FEW, m, n, k, gpu) for m in rows}
+        cases = {m: _contenders(format, casts, m, n, k, gpu) for m in rows}
         with torch.cuda.device(device), torch.no_grad():
             compile_all(format, [(m, n, k, config, cast) for m in rows for config in cases[m]])
             copies = weights(format, n, k)

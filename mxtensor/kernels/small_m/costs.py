@@ -7,7 +7,8 @@
 The coefficients of each config are fitted to measurements over many shapes (``python -m mxtensor.report.costs``,
 which also prints the error on shapes that it was not fitted to) and stand in ``costs_sm90.json``, one file per compute
 capability: for each format, with and without a cast of the activations, and for each of ``ROWS`` the configs that were
-fastest for some shape.
+fastest for some shape, with the sizes between which they were measured. Outside of these a config is taken only if no
+other one can run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class Cost(NamedTuple):
-    """The coefficients of one config, in microseconds."""
+    """The coefficients of one config, in microseconds, and the sizes of the weights that they were fitted to."""
 
     config: LaunchConfig
     start: float
@@ -37,9 +38,32 @@ class Cost(NamedTuple):
     wave: float
     tail: float = 0.0
     columns: float = 0.0
+    least_n: int = 1
+    most_n: int = 2**31
+    least_k: int = 1
+    most_k: int = 2**31
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """What ``features`` are multiplied by."""
+        return self[1:7]
+
+    def times(self, ratio: float) -> Cost:
+        """The cost of a config that takes ``ratio`` times as long."""
+        start, step, byte, wave, tail, columns = (ratio * value for value in self.coefficients)
+        return self._replace(start=start, step=step, byte=byte, wave=wave, tail=tail, columns=columns)
+
+    def knows(self, n: int, k: int) -> bool:
+        """Whether the coefficients were fitted to weights about as large as (n, k)."""
+        return (
+            self.least_n <= BEYOND * n and n <= BEYOND * self.most_n
+            and self.least_k <= BEYOND * k and k <= BEYOND * self.most_k
+        )  # fmt: skip
 
 
-COEFFICIENTS = len(Cost._fields) - 1
+VALUES = len(Cost._fields) - 1
+BEYOND = 1.5
+"""A size may be this many times as large as the largest measured one, and as small in comparison to the least one."""
 Key = tuple[str, bool, int]
 """(format, whether the activations are cast, rows)."""
 
@@ -74,7 +98,22 @@ def features(config: LaunchConfig, m: int, n: int, k: int, format: Format, gpu: 
 def predict(cost: Cost, m: int, n: int, k: int, format: Format, gpu: Gpu) -> float:
     """Microseconds of a product by this config."""
     known = features(cost.config, m, n, k, format, gpu)
-    return sum(coefficient * feature for coefficient, feature in zip(cost[1:], known, strict=True))
+    return sum(coefficient * feature for coefficient, feature in zip(cost.coefficients, known, strict=True))
+
+
+def by_expected_time(
+    costs: Sequence[Cost], m: int, n: int, k: int, format: Format, gpu: Gpu
+) -> list[tuple[float, LaunchConfig]]:
+    """(microseconds, config) of each cost, the fastest first; those that do not know this size come after all others.
+
+    Sizes beyond all that were measured count as the nearest measured ones.
+    """
+    if not costs:
+        return []
+    near_n = min(max(n, min(c.least_n for c in costs)), max(c.most_n for c in costs))
+    near_k = min(max(k, min(c.least_k for c in costs)), max(c.most_k for c in costs))
+    order = sorted((not c.knows(near_n, near_k), predict(c, m, n, k, format, gpu), c.config) for c in costs)
+    return [(us, config) for _, us, config in order]
 
 
 def rows_key(m: int) -> int:
@@ -93,7 +132,7 @@ def costs_of(capability: tuple[int, int]) -> dict[Key, tuple[Cost, ...]]:
     path = path_of(capability)
     found: dict[Key, list[Cost]] = {}
     for format, casts, m, *values in json.loads(path.read_text())["rows"] if path.exists() else ():
-        cost = Cost(config_of(values[COEFFICIENTS:]), *values[:COEFFICIENTS])
+        cost = Cost(config_of(values[VALUES:]), *values[:VALUES])
         found.setdefault((format, bool(casts), m), []).append(cost)
     return {key: tuple(costs) for key, costs in found.items()}
 
@@ -101,7 +140,14 @@ def costs_of(capability: tuple[int, int]) -> dict[Key, tuple[Cost, ...]]:
 def write(path: Path, costs: dict[Key, Sequence[Cost]], note: str) -> None:
     """Write a file of coefficients, one config a line; ``note`` says where they were measured."""
     rows: Iterable[list[Any]] = (
-        [format, int(casts), m, *(float(f"{value:.4g}") for value in cost[1:]), *map(int, cost.config)]
+        [
+            format,
+            int(casts),
+            m,
+            *(float(f"{value:.4g}") for value in cost.coefficients),
+            *cost[7:],
+            *map(int, cost.config),
+        ]
         for (format, casts, m), some in sorted(costs.items())
         for cost in some
     )

@@ -23,7 +23,7 @@ from ...numerics.formats import Format
 from ..runtime.disk_cache import find, forget, store
 from ..runtime.nvrtc import CLUSTERS, function, library
 from .config import KINDS, LaunchConfig, config_of
-from .costs import costs_of, predict, rows_key
+from .costs import by_expected_time, costs_of, rows_key
 from .shared_memory import Gpu, layout_of
 
 FOLDER = Path(__file__).parent
@@ -51,8 +51,10 @@ TUNED = "tuned"
 BY_WARPS = 128
 """Rows up to which the kernels without wgmma pay off on a GPU that has wgmma."""
 TRUSTED = 0.9
-"""A config whose expected time is less than this share of the measured one of another config is taken instead: the
-table has the fastest of the configs that were tried for its shapes, and the cost model knows more of them."""
+"""Up to ``FEW`` rows a config of the table is taken unless the expected time of another one is less than this share of
+the measured one. For more rows the cost model knows many more configs than the table, and errs less."""
+FEW = 8
+"""Activation rows up to which the product kernel may load and cast all activations itself."""
 FALLBACK = LaunchConfig(1, 1, 1, 4, 4, 2, 1, 1, False)
 """A config that fits any GPU."""
 
@@ -246,18 +248,18 @@ def choose_config(
     if tuned_here is not None:
         return tuned_here
     found, measured = _by_costs(*product, runnable), _in_table(gpu, stand_in(format), m, n, k)
-    if found is not None and (measured is None or found[0] < TRUSTED * measured):
+    if found is not None and (measured is None or m > FEW or found[0] < TRUSTED * measured):
         return found[1]
     return _nearest(*product, possible, runnable)
 
 
 def expected_time(format: Format, m: int, n: int, k: int) -> float | None:
-    """Microseconds of a product without a cast on an H100, by the config that ``choose_config`` takes; None if neither
-    table nor cost model knows the format."""
+    """Microseconds of a product of prepared activations on an H100, by the config that ``choose_config`` takes; None if
+    neither table nor cost model knows the format."""
     gpu, name = gpu_of(torch.device("cpu")), stand_in(format)
     measured = min((line.us for line in table(gpu.capability) if line[:5] == (name, False, m, n, k)), default=None)
-    found = _by_costs(gpu, format, m, n, k, False, lambda config: config)
-    if found is None or (measured is not None and found[0] >= TRUSTED * measured):
+    found = _by_costs(gpu, format, m, n, k, False, lambda config: None if config.direct else config)
+    if found is None or (measured is not None and m <= FEW and found[0] >= TRUSTED * measured):
         return measured
     return found[0]
 
@@ -291,8 +293,7 @@ def _by_costs(
     model, rows = costs_of(gpu.capability), rows_key(min(m, most_rows(gpu.capability)))
     for name in dict.fromkeys((stand_in(format), STAND_INS[format.element.bits], STAND_INS[8])):
         for key in ((name, casts, rows), (name, False, rows)):
-            expected = sorted((predict(cost, m, n, k, format, gpu), cost.config) for cost in model.get(key, ()))
-            for us, config in expected:
+            for us, config in by_expected_time(model.get(key, ()), m, n, k, format, gpu):
                 found = runnable(fitted(config, m) if config.wgmma and m > 64 else config)
                 if found is not None:
                     return us, found

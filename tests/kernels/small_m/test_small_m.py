@@ -732,13 +732,14 @@ def test_rows_with_a_cast_take_the_config_measured_with_it_of_the_kind_that_is_f
     monkeypatch.setattr(sys.modules[choose_config.__module__], "table", lambda capability: lines)
 
     def of(m, casts):
-        return choose_config(torch.device("cpu"), mx.FORMATS["mxfp8"], m, 4096, 4096, m, casts=casts)
+        cpu, mxfp8 = torch.device("cpu"), mx.FORMATS["mxfp8"]
+        return choose_config(cpu, mxfp8, m, 4096, 4096, m, lambda config: not config.direct, casts)
 
     assert (of(4, False), of(4, True)) == (fast, of_casts)
     lines.append(Measured("mxfp8_e4m3", False, 4, 4096, 4096, 1.9, WGMMA))
     assert of(4, False) == of(4, True) == WGMMA
-    lines.append(Measured("mxfp8_e4m3", False, 16, 4096, 4096, 1.0, PIPELINED))
-    assert of(16, False) == of(16, True) == PIPELINED
+    lines.append(Measured("mxfp8_e4m3", False, 8, 4096, 4096, 1.0, PIPELINED))
+    assert of(8, False) == of(8, True) == PIPELINED
 
 
 def test_up_to_eight_rows_limited_to_pipelined_take_the_configs_of_four():
@@ -767,7 +768,7 @@ def test_configs_have_only_the_columns_that_the_activation_rows_need():
         return choose_config(torch.device("cpu"), mx.FORMATS["mxfp4"], m, 14336, 4096, m, **options)
 
     assert [of(m).cols for m in (65, 96, 97, 128, 160, 192)] == [96, 96, 128, 128, 160, 192]
-    assert [of(m).cols * -(-m // of(m).cols) for m in (257, 384, 500, 512)] == [320, 384, 512, 512]
+    assert all(of(m).cols * -(-m // of(m).cols) - m < 32 for m in (257, 384, 500, 512))
     assert not of(512, allowed=lambda config: not config.wgmma).wgmma  # a config of fewer rows, used several times
 
 
