@@ -1,9 +1,10 @@
 """Which of ``fp8_rows``, ``small_m`` and ``dequant`` is expected to be fastest: a cost model of Hopper.
 
 All figures are microseconds in a CUDA graph on an H100 80GB HBM3 (torch 2.11, Triton 3.6), fitted to products of 128,
-512, 1024 and 4096 rows with weights of 4096x4096, 4096x14336 and 2880x2880 in MXFP8, MXFP4 and MXFP8 by MXFP4. They are
-in ``tests/kernels/gemm/test_fp8_rows_costs.py``, beside what the model says: within 19 % with a weight re-expressed
-before, 25 % with one re-expressed each time, 12 % for ``dequant``. Those of ``small_m`` are measured for its launch
+512, 1024 and 4096 rows with weights of 4096x4096, 4096x14336 and 2880x2880 in MXFP8, MXFP4 and MXFP8 by MXFP4, and to
+products of 160, 256 and 512 rows with the weights of eight models in MXFP8 (``benchmarks.users layers``). They are
+in ``tests/kernels/gemm/test_fp8_rows_costs.py``, beside what the model says: within 35 % with a weight re-expressed
+before, 19 % with one re-expressed each time, 12 % for ``dequant``. Those of ``small_m`` are measured for its launch
 configs (``small_m/costs.py``).
 
 A wave is a 128x128 tile of the result for each multiprocessor.
@@ -31,6 +32,8 @@ FRESH = ("fprop", "dgrad", "wgrad")
 """Products whose right operand is cast anew in each step, so that no form of it is cached."""
 LAUNCH = 2.0
 """The start of a kernel that casts, and that of the exact product, which finds no row to multiply."""
+CAST_WHILE_PREPARED = 0.7
+"""What a cast adds to the kernel that prepares the activations of ``small_m``."""
 TRAINED = 1 / 2.2e6
 """Bytes of a cast for training: both copies of a value from two reads take 6, or 3 for each product; not fitted."""
 
@@ -47,13 +50,16 @@ def _cast(values: int, format: Format) -> float:
 
 def _re_express(values: int, format: Format) -> float:
     """Stored codes to row-scaled codes."""
-    return 3 + values / (1.3e6 if format.element.bits == 8 else 1.0e6)
+    return max(9.0, values / 1.22e6) if format.element.bits == 8 else max(14.0, values / 0.99e6)
 
 
 def fp8_rows(rows: int, width: int, cols: int, left: Format, right: Format, plain: bool, cached: bool) -> float:
     """Microseconds of ``fp8_rows``. ``plain``: the activations are not codes yet; ``cached``: the re-expressed weight
     is."""
-    product = math.ceil(_waves(rows, width)) * (3 + 0.0026 * cols) + LAUNCH
+    # cuBLAS takes a slower kernel for rows that are no whole tiles: 160 rows take longer than 256
+    per_weight = 0.088 if rows % TILE == 0 else 0.303
+    product = math.ceil(_waves(rows, width)) * (2.5 + 0.00243 * cols) + LAUNCH
+    product += 1e-6 * (per_weight * width * cols + 1.25 * rows * width)
     first = _cast(rows * cols, left) if plain else _re_express(rows * cols, left)
     return first + product + (0.0 if cached else _re_express(width * cols, right))
 
@@ -91,7 +97,7 @@ def slower(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | 
     name, theirs = "dequant", dequant(rows, width, cols, right)
     if rows <= most_rows(spec.capability) and small_m.KERNEL.refuses(spec, a, b, args) is None:
         known = expected_time(right, rows, width, cols)
-        name, theirs = "small_m", math.inf if known is None else LAUNCH + 4 * rows * cols / 2.8e6 + known
+        name, theirs = "small_m", math.inf if known is None else known + CAST_WHILE_PREPARED + 3e-7 * rows * cols
     return _slower_than(name, theirs, ours) if theirs < ours else None
 
 
