@@ -162,7 +162,7 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
     bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
     if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast)):
         return None
-    simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in KINDS)
+    simple = bias is None or (bias.shape == b.shape[-2:-1] and bias.is_contiguous() and bias.dtype in KINDS)
     if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
         return None
     if not (b.data.is_contiguous() and b.scale.is_contiguous()):

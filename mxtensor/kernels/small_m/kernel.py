@@ -166,7 +166,7 @@ def _prepare(
     bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
     if not isinstance(a, Tensor) and (cast is None or not is_cast_here(cast, x)):
         return None
-    simple = bias is None or (bias.dim() == 1 and bias.is_contiguous() and bias.dtype in TYPES)
+    simple = bias is None or (bias.shape == b.shape[-2:-1] and bias.is_contiguous() and bias.dtype in TYPES)
     if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
         return None
     if not all(t is None or t.is_contiguous() for t in (x, b.data, b.scale, ends)):
