@@ -69,8 +69,15 @@ def test_products_of_one_input_are_one_call(rows, format):
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)  # sums in another order
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(1, ["persistent"]), (40, ["activations", "wgmma"])])
-def test_a_merged_call_is_one_launch_and_prepares_its_activations_once(rows, kernels, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "dtype", "kernels"),
+    [
+        (1, torch.bfloat16, ["persistent"]),
+        (40, torch.float16, ["activations", "wgmma"]),
+        (40, torch.bfloat16, ["wgmma"]),
+    ],
+)
+def test_a_merged_call_is_one_launch_and_prepares_its_activations_at_most_once(rows, dtype, kernels, monkeypatch):
     ran = []
 
     def function(device, sources, constants, name, *rest):
@@ -81,8 +88,8 @@ def test_a_merged_call_is_one_launch_and_prepares_its_activations_once(rows, ker
     monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
     monkeypatch.setattr(launch, "_activations_kernel", launch._activations_kernel.__wrapped__)
     data, scale, global_scale, names = zip(*weights(48, 16, 32), strict=True)
-    SHARED(torch.randn(rows, 512).bfloat16(), data, scale, names[0], 512, None, global_scale, [None] * 3, 1.0, 1.0,
-           torch.bfloat16, "", "")  # fmt: skip
+    SHARED(torch.randn(rows, 512).to(dtype), data, scale, names[0], 512, None, global_scale, [None] * 3, 1.0, 1.0,
+           dtype, "", "")  # fmt: skip
     assert ran == kernels
 
 
