@@ -60,6 +60,19 @@ def refuses(cast: Cast | None, linear_recipe: LinearRecipe) -> str | None:
     return None
 
 
+def loses(casts: TensorCasts, trains: bool) -> str | None:
+    """Why wgrad would lose bits if it got codes of the rowwise cast instead of the values that its own cast, or none,
+    is of; None if it would not."""
+    if not trains or casts.from_rowwise or casts.rowwise is None:
+        return None
+    if casts.columnwise is None:
+        return "the recipe leaves this operand of wgrad in high precision"
+    rowwise, columnwise = casts.rowwise.format, casts.columnwise.format
+    if columnwise.element.mantissa_bits > rowwise.element.mantissa_bits:
+        return f"wgrad takes {columnwise}, which is more precise than {rowwise}"
+    return None
+
+
 # ---------------------------------------------------------------------------------------------- what is sent
 
 
@@ -81,8 +94,10 @@ class Routes:
         """The cast by which rows are sent; None for values. ``result``: of what experts return. ``explain()`` shows
         the decision."""
         cast = casts.rowwise
-        values = result and not self.quantize_combined
-        why = "quantize_combined is False" if values else refuses(cast, self.linear_recipe)
+        if result:  # no operand of a product
+            why = refuses(cast, self.linear_recipe) if self.quantize_combined else "quantize_combined is False"
+        else:
+            why = refuses(cast, self.linear_recipe) or loses(casts, self.linear_recipe.trains)
         sent = cast if why is None else None
         format: Any = x.dtype if sent is None else (x.dtype, sent.format)
         spec = Spec("all-to-all", (tuple(x.shape),), (format,), x.dtype, x.device)

@@ -10,7 +10,7 @@ the local stacks and the rows that ``dispatch_tokens`` has received.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,15 +105,16 @@ class _Experts:
         given = inspect.signature(self.forward).bind(*args, **kwargs).args
         return self._of_counts(*given) if self.inputs == 2 else self._of_tokens(*given)
 
-    def _dispatch(self, rows: Tensor, counts: Tensor) -> Any:
+    def _dispatch(self, rows: Tensor, counts: Tensor | Sequence[int]) -> Any:
         recipe = _recipe_of(self.module)
         return dispatch_tokens(rows, counts, self.mesh, recipe, quantize_combined=self.quantize_combined)
 
-    def _of_counts(self, x: Tensor, counts: Tensor) -> Tensor:
-        """As in torchtitan: rows sorted by expert, and their number for each expert."""
+    def _of_counts(self, x: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
+        """As in torchtitan: rows sorted by expert, and their number for each expert; JetMoe has a list of numbers."""
         dispatched = self._dispatch(x, counts)
+        here = dispatched.counts if isinstance(counts, Tensor) else dispatched.counts.tolist()
         with _local_parameters(self.module):
-            y = self.forward(dispatched.tokens, dispatched.counts)
+            y = self.forward(dispatched.tokens, here)
         out: Tensor = combine_tokens(y, dispatched)
         return out
 

@@ -21,6 +21,7 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from mxtensor.recipe.linear_recipe import TensorCasts
 from tests.distributed.fsdp_cases import message
 from tests.helpers.ranks import DEVICE, case, long_case
 
@@ -33,6 +34,13 @@ RECIPES = {
     "nvfp4": NVFP4BlockScaling(),
     "float8": Float8CurrentScaling(),
 }
+PRECISE_WGRAD = {
+    "high precision": MXFP8BlockScaling(high_precision_wgrad=True),
+    "more bits": CustomRecipe(
+        "mxfp8", "mxfp8", grad=TensorCasts(rowwise=mx.Cast.of("mxfp4"), columnwise=mx.Cast.of("mxfp8"))
+    ),
+}
+"""Recipes whose wgrad takes an operand in more bits than the product whose codes would be sent."""
 
 
 MOE = dict(
@@ -67,6 +75,14 @@ class TopExperts(Experts):
         )
         y = torch.empty_like(y).index_copy(0, order, y).view(*top_k_index.shape, -1)
         return (y * top_k_weights.unsqueeze(-1)).sum(1)
+
+
+class ListedExperts(Experts):
+    """The same experts, called as those of JetMoe are: the numbers of rows are a list."""
+
+    def forward(self, x, counts):
+        assert type(counts) is list
+        return super().forward(x, torch.tensor(counts))
 
 
 def experts(recipe=None, kind=Experts, seed=1, dtype=torch.float32):
@@ -201,6 +217,31 @@ def without_an_exchange(rank, folder):
         pairs = (sent.up_proj, alone.up_proj), (sent.down_proj, alone.down_proj)
         errors = [relative(p.grad, q.grad) for p, q in pairs]
         found[name] = torch.equal(y, z), torch.equal(a.grad, b.grad), errors
+    return found
+
+
+@case(exact=True)
+def precise_wgrad(rank, folder):
+    """Recipe -> whether tokens and gradients were sent as codes, and the errors against experts without an exchange."""
+    found = {}
+    for name, recipe in PRECISE_WGRAD.items():
+        sent, alone = experts(recipe, ListedExperts), experts(recipe)
+        parallelize_module(sent, single(), mx.parallel.ExpertParallel())
+        counts = torch.tensor([3, 0, 1, 33, 0, 0, 17, 2])
+        a = torch.randn(int(counts.sum()), IN).requires_grad_()
+        b = a.detach().clone().requires_grad_()
+        with mx.explain() as log:
+            y = sent(a, counts.tolist())
+            y.square().sum().backward()
+        z = alone(b, counts)
+        z.square().sum().backward()
+        pairs = (
+            (y, z),
+            (a.grad, b.grad),
+            (sent.up_proj.grad, alone.up_proj.grad),
+            (sent.down_proj.grad, alone.down_proj.grad),
+        )
+        found[name] = [kernel for kernel, _ in exchanges(log)], [relative(*pair) for pair in pairs]
     return found
 
 

@@ -108,6 +108,15 @@ def test_an_exchange_changes_no_bit_of_the_result_and_of_the_gradient_of_the_tok
             assert same_y and same_dx and max(errors) < 1e-3  # columnwise operands are cast twice
 
 
+@pytest.mark.parametrize("sums", SUMS)
+def test_what_wgrad_takes_in_more_bits_is_sent_as_values(sums, ranks):
+    """The result of experts that take a list of row counts, too."""
+    for found in ranks("precise_wgrad", sums):
+        for sent, errors in found.values():
+            assert max(errors) < 1e-5 and sent[1:] == ["high precision"] * 3
+        assert found["high precision"][0][0] == "high precision" and found["more bits"][0][0] == "codes"
+
+
 def test_wrong_calls_raise_on_every_rank(ranks):
     first, second = ranks("wrong_dispatches")
     for rank, told in enumerate((first, second)):
