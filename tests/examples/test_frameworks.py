@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE, KILL = 4, 2, 3
 PROGRAMS = (
     ("hf_trainer", ("accelerate",), "float8-delayed", ()),
+    ("hf_trainer --experts", ("accelerate",), "float8-delayed", ()),
     ("accelerate_fsdp", ("accelerate",), "float8-delayed", ()),
     ("accelerate_fsdp", ("accelerate",), "mxfp8", ()),
     ("lightning_fit", ("lightning", "pytorch_lightning"), "float8-delayed", ()),
@@ -24,14 +25,15 @@ PROGRAMS = (
     ("titan_style", ("torch",), "nvfp4", ()),  # tensor parallelism, and stochastic rounding
     ("titan_style", ("torch",), "mxfp8", ("--kill-rank", 1)),  # torchrun ends the other rank
 )
-"""(program, packages of which it needs one, recipe, options of the run that is killed)."""
+"""(program and its switches, packages of which it needs one, recipe, options of the run that is killed)."""
 
 
 def run(name, folder, recipe, device, *options):
     """One program under torchrun; its exit code and what it printed."""
-    arguments = ["--folder", folder, "--recipe", recipe, "--steps", STEPS, "--save", SAVE, *options]
+    module, *switches = name.split()
+    arguments = [*switches, "--folder", folder, "--recipe", recipe, "--steps", STEPS, "--save", SAVE, *options]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", f"examples.frameworks.{name}", *map(str, arguments)]
+    command += ["-m", f"examples.frameworks.{module}", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
