@@ -5,8 +5,8 @@
 
 The Trainer saves and loads what a quantized layer needs, amax histories included: they are in the model's state dict.
 ``--experts`` trains a mixture of experts. ``save_pretrained`` splits its stacks into the tensors of the published
-checkpoint, and the Trainer of transformers 5.23 resumes by ``load_state_dict``, which does not know these names: without
-``keep_names`` the experts of any such model, quantized or not, would start again from their initial values.
+checkpoint. To resume, the Trainer of transformers 5.23 loads these by ``load_state_dict``, which does not know their
+names. Without ``keep_names`` the experts of such a model, quantized or not, would start again from initial values.
 """
 
 from __future__ import annotations
