@@ -157,7 +157,7 @@ class MultiheadAttention(nn.Module):
             )
             module.part_of = title
             self.add_module(attribute, module)
-        of_heads = f"{title}: qk_norm_type", qk_norm_type, d, qk_norm_eps, device, params_dtype
+        of_heads = f"{title}: qk_norm_type", qk_norm_type, d, qk_norm_eps, device, params_dtype, split
         self.q_norm, self.k_norm = normalized_heads(*of_heads), normalized_heads(*of_heads)
         self.qk_norm_before_rope = qk_norm_before_rope
         self.core_attention = DotProductAttention(

@@ -67,15 +67,17 @@ class NormBase(QuantizedModule):
 
 
 class Norm(nn.Module):
-    """A norm as a module: ``weight`` (H,), or of the given shape, and for LayerNorm a ``bias`` like it."""
+    """A norm as a module: ``weight`` (H,), or of the given shape, and for LayerNorm a ``bias`` like it. ``parallel``:
+    each rank normalizes its own heads; without it, a whole tensor or a part of the sequence."""
 
     bias: nn.Parameter | None
 
     def __init__(
         self, size: int | Sequence[int], eps: float, normalization: str, zero_centered_gamma: bool, device: Any,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | None, parallel: Parallel = WHOLE,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.parallel = parallel
         size = (size,) if isinstance(size, int) else tuple(size)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
@@ -93,7 +95,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) normalized, in its dtype."""
-        return normalized(x, self.weight, self.bias, self.eps, self.normalization, self.zero_centered_gamma)
+        weight, bias = self.parallel.of_parts(self.weight), self.parallel.of_parts(self.bias)
+        assert weight is not None
+        return normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
 
 
 class _Shaped(Norm):
@@ -159,15 +163,15 @@ class L2Norm(nn.Module):
 
 
 def normalized_heads(
-    what: str, kind: str | None, size: int, eps: float, device: Any, dtype: torch.dtype | None
+    what: str, kind: str | None, size: int, eps: float, device: Any, dtype: torch.dtype | None, parallel: Parallel
 ) -> nn.Module | None:
-    """The norm of queries or keys, over the channels of a head; ``what`` names the argument. Raises ValueError for an
-    unknown kind."""
+    """The norm of queries or keys, over the channels of a head; ``what`` names the argument, ``parallel`` how heads are
+    split. Raises ValueError for an unknown kind."""
     if kind is None:
         return None
     if one_of(what, kind, ("L2Normalization", *NORMALIZATIONS)) == "L2Normalization":
         return L2Norm(eps)
-    return Norm(size, eps, kind, False, device, dtype)
+    return Norm(size, eps, kind, False, device, dtype, parallel)
 
 
 def normalized(

@@ -16,7 +16,7 @@ from .dot_product import MASK, WINDOW, PaddingMask, Window
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
 from .styles import refuse
-from .tensor_parallel import Init, set_group_of_modules
+from .tensor_parallel import Init, Parallel, set_group_of_modules
 
 LAYER_TYPES = ("encoder", "decoder")
 OF_TP_COMM_OVERLAP = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
@@ -174,6 +174,8 @@ class TransformerLayer(nn.Module):
             self.layernorm = Norm(
                 hidden_size, layernorm_epsilon, normalization, zero_centered_gamma, device, params_dtype
             )
+            split = Parallel(title, tp_group, tp_size, "row" if set_parallel_mode else None, sequence_parallel)
+            split.mark_whole(*self.layernorm.parameters())
         self.batch_dim = attn_input_format.index("b")
         self.register_load_state_dict_pre_hook(_from_torch_names)
 

@@ -113,6 +113,22 @@ def linear_of_two_ranks(rank, folder):
     return found
 
 
+@case(exact=True)
+def norms_of_two_ranks(rank, folder):
+    """(norm of heads, sequence parallel) -> the same of a layer with norms of queries and keys and after all."""
+    found = {}
+    for norm in ("RMSNorm", "LayerNorm"):
+        options = dict(set_parallel_mode=True, attention_dropout=0.0, hidden_dropout=0.0, bias=False)
+        options |= dict(qk_norm_type=norm, output_layernorm=True, qk_norm_before_rope=norm == "LayerNorm")
+        for sequence in (False, True):
+            many, one = (
+                made(mx.nn.TransformerLayer, IN, OUT, 4, parallel=parallel, sequence_parallel=sequence, **options)
+                for parallel in (True, False)
+            )
+            found[norm, sequence] = compared(many, one, rank, MXFP8, sequence=sequence)
+    return found
+
+
 @case(exact=True, long=True)
 def modules_of_two_ranks(rank, folder):
     """(module, recipe, sequence parallel) -> what ``compared`` found."""
@@ -365,6 +381,7 @@ def compiled_modules(rank, folder):
         for kind, args, options in (
             (mx.nn.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True}),
             (mx.nn.Linear, (IN, OUT), {"parallel_mode": "row"}),
+            (mx.nn.MultiheadAttention, (IN, 4, None, 0.0), {"set_parallel_mode": True, "qk_norm_type": "RMSNorm"}),
         ):
             torch._dynamo.reset()
             eager = made(kind, *args, sequence_parallel=sequence, **options)
