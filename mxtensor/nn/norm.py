@@ -95,7 +95,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) normalized, in its dtype."""
-        weight, bias = self.parallel.of_parts(self.weight), self.parallel.of_parts(self.bias)
+        weight, bias = self.parallel.for_heads(self.weight), self.parallel.for_heads(self.bias)
         assert weight is not None
         return normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
 

@@ -123,7 +123,7 @@ class Parallel:
         y = summed.redistribute(placements=[Shard(0) if self.sequence else Replicate()]).to_local()
         return y if bias is None else y + bias.to(y.dtype)
 
-    def of_parts(self, parameter: Tensor | None) -> Tensor | None:
+    def for_heads(self, parameter: Tensor | None) -> Tensor | None:
         """A parameter that each rank has whole and applies to its heads only; the gradient is summed over the ranks."""
         if self.mode != "column" or parameter is None:
             return parameter
