@@ -85,6 +85,15 @@ class ListedExperts(Experts):
         return super().forward(x, torch.tensor(counts))
 
 
+class LoopedExperts(Experts):
+    """The same experts, one after the other, as in transformers' eager code."""
+
+    def forward(self, x, counts):
+        rows = x.split(counts.tolist())
+        hidden = [F.silu(F.linear(each, self.up_proj[i])) for i, each in enumerate(rows)]
+        return torch.cat([F.linear(each, self.down_proj[i]) for i, each in enumerate(hidden)])
+
+
 def experts(recipe=None, kind=Experts, seed=1, dtype=torch.float32):
     torch.manual_seed(seed)
     made = kind().to(dtype)
@@ -242,6 +251,32 @@ def precise_wgrad(rank, folder):
             (sent.down_proj.grad, alone.down_proj.grad),
         )
         found[name] = [kernel for kernel, _ in exchanges(log)], [relative(*pair) for pair in pairs]
+    return found
+
+
+@case
+def compiled_experts(rank, folder):
+    """(how the experts get their recipe, kind) -> the errors of a compiled model against the eager one, for two counts
+    of rows, and whether the products of both were quantized."""
+    found = {}
+    for given, recipe, kind in (
+        ("quantize_", RECIPES["mxfp8"], Experts), ("quantize_", RECIPES["mxfp8"], LoopedExperts),
+        ("autocast", None, Experts),
+    ):  # fmt: skip
+        torch._dynamo.reset()
+        eager, other = (experts(recipe, kind) for _ in range(2))
+        eager, other = (parallelize_module(each, mesh(), mx.parallel.ExpertParallel()) for each in (eager, other))
+        traced, errors, kernels = torch.compile(other, backend="aot_eager"), [], []
+        for shift in range(2):
+            counts = torch.tensor([3, 0, 1, 33, 0, 0, 17, 2]).roll(rank + shift) + shift
+            for module in (eager, traced):
+                x = torch.randn(int(counts.sum()), IN, generator=torch.Generator(DEVICE).manual_seed(rank))
+                on = contextlib.nullcontext() if recipe else mx.autocast(recipe=RECIPES["mxfp8"])
+                with mx.explain() as log, on:
+                    module(x, counts).square().sum().backward()
+                kernels += products(log)
+            errors += [relative(p.grad, q.grad) for p, q in zip(other.parameters(), eager.parameters(), strict=True)]
+        found[given, kind.__name__] = max(errors), "high precision" in kernels, len(kernels) > 0
     return found
 
 

@@ -117,6 +117,13 @@ def test_what_wgrad_takes_in_more_bits_is_sent_as_values(sums, ranks):
         assert found["high precision"][0][0] == "high precision" and found["more bits"][0][0] == "codes"
 
 
+def test_a_compiled_model_trains_its_experts_as_an_eager_one(ranks):
+    for found in ranks("compiled_experts"):
+        assert len(found) == 3
+        for error, *quantized in found.values():
+            assert error < 1e-6 and quantized == [False, True]
+
+
 def test_wrong_calls_raise_on_every_rank(ranks):
     first, second = ranks("wrong_dispatches")
     for rank, told in enumerate((first, second)):
