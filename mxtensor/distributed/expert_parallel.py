@@ -103,8 +103,8 @@ class _Experts:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In eager code: a graph that the exchanges cut would return the local stacks, whose gradients AOTAutograd takes
-        for weights, and would lose the mark by which ``autocast`` knows them."""
+        """In eager code: a graph that the exchanges cut would return the local stacks, and AOTAutograd takes their
+        gradients for weights; and it would lose the mark by which ``autocast`` knows them."""
         given = inspect.signature(self.forward).bind(*args, **kwargs).args
         return self._of_counts(*given) if self.inputs == 2 else self._of_tokens(*given)
 
