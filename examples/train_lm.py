@@ -32,7 +32,7 @@ import mxtensor as mx
 from .curves import Curve, plot
 from .gpt import SIZES, load_text, split
 from .ranks import Ranks, check_ranks, joined
-from .recipes import RECIPES, recipe_name
+from .recipes import RECIPES, recipe_name, recipe_of
 from .run import Run, Settings, products_of, quantized_weights
 
 
@@ -141,6 +141,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     check_ranks(args, parser, size.heads, size.batch)
     if args.compile and (args.fsdp or args.tp > 1):
         parser.error("--compile: sharded blocks run eager here; leave out --compile, or --fsdp and --tp")
+    recipe = recipe_of(args.recipe)
+    if args.compile and recipe is not None and recipe.linear_recipe().delayed is not None:
+        parser.error(f"--compile: layers that quantize_ gave {args.recipe} run eager; leave out --compile")
     if args.monitor is not None and (args.monitor < 1 or args.compile):
         parser.error("--monitor: it measures one of N steps, 1 or more, of layers that are not compiled")
     args.error = parser.error

@@ -211,6 +211,7 @@ def test_parameters_of_a_size():
         (["--steps", "0"], "--steps: 0 is not positive"),
         (["--monitor", "0"], "--monitor: it measures one of N steps, 1 or more"),
         (["--monitor", "5", "--compile"], "of layers that are not compiled"),
+        (["--recipe", "float8-delayed", "--compile"], "gave float8-delayed run eager; leave out --compile"),
         (["--resume"], "name the folder with --checkpoint"),
         (["--resume", "--checkpoint", "nowhere"], "there is no folder nowhere"),
         (["--checkpoint", "{short}"], "exists already; add --resume, or name another folder"),
