@@ -111,7 +111,7 @@ def over_nodes(received: float, ranks: int, in_node: int) -> float:
 
 def communication(study: Study, wire: Wire, layout: Layout) -> dict[str, float]:
     """Seconds of each kind in a step, as if nothing ran beside it."""
-    sent = wire_bytes(study.model, wire, layout, study.tokens)
+    sent = wire_bytes(study.model, wire, layout, study.tokens, study.recompute)
     in_node = NODE // layout.tensor
     stage = study.model.layers / layout.pipeline
     hops = HOP * (max(layout.shard / in_node, 1) - 1) * stage
@@ -156,7 +156,7 @@ def check_lines() -> list[list[str]]:
 
 def line(study: Study, layout: Layout, wire: Wire, speed: float) -> list[str]:
     """One line of the table."""
-    sent = wire_bytes(study.model, wire, layout, study.tokens)
+    sent = wire_bytes(study.model, wire, layout, study.tokens, study.recompute)
     whole = sum(memory(study.model, wire, layout, study.tokens, study.recompute).values())
     cells = [f"{sent[kind] / 1e9:.2f}" if sent[kind] else "" for kind in KINDS]
     return [
@@ -183,9 +183,9 @@ def format_lines(index: int = 2) -> list[list[str]]:
     rate, found = speeds(), []
     for study in STUDIES:
         layout = study.layouts[index]
-        base = sum(wire_bytes(study.model, BF16, layout, study.tokens).values())
+        base = sum(wire_bytes(study.model, BF16, layout, study.tokens, study.recompute).values())
         for wire in WIRES:
-            sent = sum(wire_bytes(study.model, wire, layout, study.tokens).values())
+            sent = sum(wire_bytes(study.model, wire, layout, study.tokens, study.recompute).values())
             whole = sum(memory(study.model, wire, layout, study.tokens, study.recompute).values())
             found.append([
                 study.model.name, str(layout.gpus), wire.name, f"{sent / 1e9:.1f}", f"{sent / base:.2f}",
@@ -222,7 +222,7 @@ def figure() -> Any:
     for study, received, stored in zip(STUDIES, *grid, strict=True):
         for place, layout in enumerate(study.layouts):
             for offset, wire, edge in ((-0.2, BF16, "#ffffff"), (0.2, MXFP8, "#000000")):
-                sent = wire_bytes(study.model, wire, layout, study.tokens)
+                sent = wire_bytes(study.model, wire, layout, study.tokens, study.recompute)
                 _bar(received, place + offset, edge, KINDS, {k: v / layout.microbatches for k, v in sent.items()})
                 whole = memory(study.model, wire, layout, study.tokens, study.recompute)
                 _bar(stored, place + offset, edge, MEMORY, whole)

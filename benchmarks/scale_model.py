@@ -189,8 +189,8 @@ def gathered(model: Model, wire: Wire, layout: Layout) -> tuple[float, float]:
 KINDS = ("FSDP gather", "FSDP reduce", "DP reduce", "TP", "EP", "PP")
 
 
-def wire_bytes(model: Model, wire: Wire, layout: Layout, tokens: int) -> dict[str, float]:
-    """What a GPU receives in a step, by kind. ``tokens``: rows of a GPU in a microbatch."""
+def wire_bytes(model: Model, wire: Wire, layout: Layout, tokens: int, recompute: bool) -> dict[str, float]:
+    """What a GPU receives in a step, by kind. ``tokens``: rows of a GPU in a microbatch; ``recompute``: as ``memory``."""
     part, rows = Part.of(model, layout), tokens * layout.microbatches
     dense, experts = gathered(model, wire, layout)
     dense_ranks, expert_ranks = others(layout.shard), others(layout.shard / layout.expert)
@@ -201,12 +201,16 @@ def wire_bytes(model: Model, wire: Wire, layout: Layout, tokens: int) -> dict[st
     # gradient of the input.
     split = blocks * whole * (wire.token * (2 if wire.codes_travel else 1) + 3 * VALUE)
     sent = rows * model.chosen * model.hidden * others(layout.expert)
+    exchanged = wire.token + wire.token_grad + 2 * VALUE
+    if recompute:  # forward again, but for the result of a layer, which nothing saves, if it is scattered
+        split += whole * (blocks * wire.token + VALUE)
+        exchanged += wire.token + VALUE
     return {
         "FSDP gather": dense * dense_ranks + experts * expert_ranks,
         "FSDP reduce": GRADIENT * (own[0] * dense_ranks + own[1] * expert_ranks),
         "DP reduce": 2 * GRADIENT * part.sharded(layout) * others(layout.replicate),
         "TP": part.layers * split,
-        "EP": part.layers * sent * (wire.token + wire.token_grad + 2 * VALUE),
+        "EP": part.layers * sent * exchanged,
         "PP": 2 * rows * model.hidden * VALUE if layout.pipeline > 1 else 0.0,
     }
 

@@ -66,7 +66,7 @@ def test_the_numbers_of_gpus_are_those_of_the_page():
 
 @pytest.mark.parametrize(("study", "layout"), LAYOUTS, ids=lambda value: str(getattr(value, "gpus", "")))
 def test_codes_never_take_more_memory_and_halve_the_gather_of_matrices(study, layout):
-    sent = {wire.name: m.wire_bytes(study.model, wire, layout, study.tokens) for wire in m.WIRES}
+    sent = {wire.name: m.wire_bytes(study.model, wire, layout, study.tokens, study.recompute) for wire in m.WIRES}
     for kind in ("FSDP reduce", "DP reduce", "PP"):
         assert len({bytes_of[kind] for bytes_of in sent.values()}) == 1
     gather = sent["mxfp8"]["FSDP gather"] / sent["bf16"]["FSDP gather"]
@@ -80,9 +80,17 @@ def test_codes_never_take_more_memory_and_halve_the_gather_of_matrices(study, la
     )  # they fill what activations leave
 
 
+@pytest.mark.parametrize(("study", "layout"), LAYOUTS, ids=lambda value: str(getattr(value, "gpus", "")))
+def test_layers_that_run_again_exchange_again(study, layout):
+    once, again = (m.wire_bytes(study.model, m.BF16, layout, study.tokens, recompute) for recompute in (False, True))
+    for kind in m.KINDS:
+        runs_again = 1.5 if kind == "EP" else (1 + 3 / 8 if study.model.experts == 1 else 1.5) if kind == "TP" else 1
+        assert again[kind] == pytest.approx(runs_again * once[kind])
+
+
 def test_one_gpu_receives_nothing_and_stores_everything():
     model, alone = m.MODELS[0], m.Layout()
-    assert set(m.wire_bytes(model, m.BF16, alone, 4096).values()) == {0.0}
+    assert set(m.wire_bytes(model, m.BF16, alone, 4096, True).values()) == {0.0}
     assert m.memory(model, m.BF16, alone, 1, False)["parameters and moments"] == 12 * model.parameters
 
 
