@@ -230,6 +230,7 @@ def figure() -> Any:
                 if total > SHOWN:
                     stored.text(place + offset, SHOWN, f"{total:.0f}", ha="center", va="bottom", fontsize=7.5)
         received.set_title(f"{study.model.name}\n{study.tokens} tokens a GPU and microbatch", fontsize=10)
+        received.set_ylim(0, 1.04 * received.get_ylim()[1])  # an empty bar at the top leaves no margin
         stored.axhline(CAPACITY / 1e9, color="#777777", linewidth=0.9, linestyle="--")
         stored.set_ylim(0, min(SHOWN, stored.get_ylim()[1]))
         ticks = [f"{layout.gpus:,}\n{str(layout).replace(' ', chr(10))}" for layout in study.layouts]
