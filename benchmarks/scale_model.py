@@ -190,7 +190,8 @@ KINDS = ("FSDP gather", "FSDP reduce", "DP reduce", "TP", "EP", "PP")
 
 
 def wire_bytes(model: Model, wire: Wire, layout: Layout, tokens: int, recompute: bool) -> dict[str, float]:
-    """What a GPU receives in a step, by kind. ``tokens``: rows of a GPU in a microbatch; ``recompute``: as ``memory``."""
+    """What a GPU receives in a step, by kind. ``tokens``: rows of a GPU in a microbatch; ``recompute``: as in
+    ``memory``."""
     part, rows = Part.of(model, layout), tokens * layout.microbatches
     dense, experts = gathered(model, wire, layout)
     dense_ranks, expert_ranks = others(layout.shard), others(layout.shard / layout.expert)
