@@ -110,6 +110,19 @@ def test_clusters_that_do_not_run_at_a_time_and_rows_of_no_whole_chunks_take_lon
     assert costs.predict(cost, 32, 512, 2880, MXFP8, GPU) == 11 + 0.5 * 6
 
 
+def test_a_config_is_taken_for_sizes_about_which_it_was_measured():
+    """Whatever its coefficients say of others; sizes beyond all count as the nearest."""
+    of_large = costs.Cost(CONFIGS[0], 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 6144, 28672, 4096, 8192)
+    of_small = costs.Cost(CONFIGS[1], 5.0, 0.0, 0.0, 0.0, 0.0, 0.0, 512, 4096, 512, 8192)
+
+    def order(n, k):
+        return [us for us, _ in costs.by_expected_time([of_small, of_large], 16, n, k, MXFP8, GPU)]
+
+    assert order(1024, 4096) == [5.0, 1.0] and order(8192, 4096) == order(100_000, 100_000) == [1.0, 5.0]
+    assert order(4096, 4096) == [1.0, 5.0]  # 1.5 times less than the least
+    assert order(8192, 1024) == [1.0, 5.0]  # no config knows it: the expected time decides
+
+
 def test_every_number_of_rows_has_costs_and_a_shape_that_was_not_measured_takes_the_cheapest_that_runs():
     for name in ("mxfp8_e4m3", "mxfp4_e2m1"):
         for m in costs.ROWS:
