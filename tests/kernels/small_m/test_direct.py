@@ -182,6 +182,18 @@ def test_columns_that_are_no_whole_chunks(format, k):
 
 
 @needs_compiler
+@pytest.mark.parametrize("config", [ONE, ONE._replace(direct=False), DIRECTS[-1]], ids=["direct", "prepared", "groups"])
+def test_an_infinity_in_a_chunk_that_is_not_whole_stays_an_infinity(config):
+    """What the chunk lacks is loaded from its start: it would be an infinity times zero."""
+    w, x = weight("mxfp8_e5m2", 70, 544), torch.rand(3, 544).bfloat16() + 0.5
+    w.data.view(torch.uint8)[3, 514], w.data.view(torch.uint8)[40, 530] = 0x7C, 0xFC
+    y, exact = product(x, w, config), x.double() @ values(w).t()
+    assert torch.equal(y[:, 3], torch.full((3,), torch.inf)) and torch.equal(y[:, 40], torch.full((3,), -torch.inf))
+    others = [i for i in range(70) if i not in (3, 40)]
+    assert error(y[:, others], exact[:, others]) < TOLERANCE
+
+
+@needs_compiler
 @pytest.mark.exhaustive(quick=6)
 @settings(max_examples=10, deadline=None)
 @given(
