@@ -82,10 +82,10 @@ def test_codes_never_take_more_memory_and_halve_the_gather_of_matrices(study, la
 
 @pytest.mark.parametrize(("study", "layout"), LAYOUTS, ids=lambda value: str(getattr(value, "gpus", "")))
 def test_layers_that_run_again_exchange_again(study, layout):
-    once, again = (m.wire_bytes(study.model, m.BF16, layout, study.tokens, recompute) for recompute in (False, True))
+    once, twice = (m.wire_bytes(study.model, m.BF16, layout, study.tokens, recompute) for recompute in (False, True))
     for kind in m.KINDS:
         ratio = 1.5 if kind == "EP" else (1 + 3 / 8 if study.model.experts == 1 else 1.5) if kind == "TP" else 1
-        assert again[kind] == pytest.approx(ratio * once[kind])
+        assert twice[kind] == pytest.approx(ratio * once[kind])
 
 
 def test_one_gpu_receives_nothing_and_stores_everything():
