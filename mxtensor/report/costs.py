@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..kernels.runtime.cuda_macros import RESERVED
 from ..kernels.small_m.compile_ahead import compile_all
 from ..kernels.small_m.config import LaunchConfig, config_of
 from ..kernels.small_m.costs import (
@@ -42,7 +41,7 @@ from ..kernels.small_m.shared_memory import Gpu, layout_of
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
 from .tile_widths import even_tiles, pays_off
-from .tune import FORMATS, call, format_name, graph_time, is_narrow, weights
+from .tune import FORMATS, all_blocks_fit, call, format_name, graph_time, is_narrow, weights
 
 FITTED = (
     (4096, 4096), (14336, 4096), (4096, 14336), (6144, 5120), (5120, 5120), (2880, 4096), (5120, 2880), (1024, 4096),
@@ -90,17 +89,15 @@ def products(format: Format, shapes: Sequence[tuple[int, int]], gpu: Gpu) -> Ite
     for m, casts in itertools.product(ROWS, (False, True)):
         if casts and m > FEW:
             continue
-        for config in candidates(format, m, casts, gpu.capability):
+        known = candidates(format, m, casts, gpu.capability)
+        for config in known:
             most = 2 * tiles_at_a_time(config, gpu) if is_narrow(config, m) else math.inf
             for n, k in shapes:
                 if tiles_of(config, m, n) <= most and layout_of(format, config, m, n, k, gpu):
                     yield m, n, k, config, Cast(format) if casts else None
-        known = set(candidates(format, m, casts, gpu.capability))
         for config in () if casts or gpu.capability != WGMMA_CAPABILITY else even_tiles(format, m):
             for n, k in () if config in known else shapes:
-                layout = layout_of(format, config, m, n, k, gpu)
-                fits = layout and config.blocks * (layout.bytes + RESERVED) <= gpu.memory + RESERVED
-                if fits and pays_off(config, m, n, gpu):
+                if pays_off(config, m, n, gpu) and all_blocks_fit(format, config, m, n, k, gpu):
                     yield m, n, k, config, None
 
 

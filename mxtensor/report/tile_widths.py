@@ -13,6 +13,7 @@ from ..kernels.small_m.costs import tiles_at_a_time, tiles_of
 from ..kernels.small_m.direct import has_registers
 from ..kernels.small_m.shared_memory import Gpu
 from ..numerics.formats import Format
+from .tune import OTHER_REGISTERS
 
 MOST_TILES = 8
 """Tiles along the rows of activations."""
@@ -20,8 +21,6 @@ WIDEST, WIDEST_DIRECT = 256, 160
 """Columns of a tile. Wider direct ones are slower than prepared ones: their copies take as long as the products."""
 LEAST_WIDE = 96
 """Rows from which prepared activations are worth tiles of other widths than those of the table."""
-PREPARED_REGISTERS = 60
-"""Registers of a thread that multiplies, beside its sums and the codes that it loads ahead."""
 FEW_STAGES = 176
 """Columns from which four tiles fill the shared memory."""
 
@@ -61,7 +60,7 @@ def even_tiles(format: Format, rows: int) -> Iterator[LaunchConfig]:
                     config = LaunchConfig(
                         1, cols // 8, wr, wk, 4, stages, blocks, split, False, True, ahead, 0, False, sends, direct
                     )
-                    used = 4 * config.nt + 2 * ahead * format.element.bits + PREPARED_REGISTERS
+                    used = 4 * config.nt + 2 * ahead * format.element.bits + OTHER_REGISTERS
                     if has_registers(format, config) if direct else used <= registers(config).compute + 8:
                         yield config
 

@@ -40,6 +40,8 @@ JOINED = ((6144, 4096), (28672, 4096))
 """(N, K) of Llama 3 8B layers with one input (q, k and v; gate and up), which run as one launch; timed at one row."""
 NARROW_IN_FLIGHT = ((8, 2), (8, 4), (12, 6))
 """(stages, ahead) of tiles narrower than the rows need."""
+OTHER_REGISTERS = 60
+"""Registers of a thread that multiplies prepared activations, beside its sums and the codes that it loads ahead."""
 COLD = 4
 """Total size of the weights that are used in turn, in L2 cache sizes."""
 
@@ -100,7 +102,7 @@ def wgmma(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConf
         used = 4 * nt + ahead * 2 * bits  # registers for sums and for loads in flight
         if (nt == 32) != (stages < 8) or not 8 <= wr * wk * blocks <= 16 or (blocks == 3 and wr * wk != 4):
             continue
-        if used + 60 > registers(config).compute or (ahead > 2 and used < 32):
+        if used + OTHER_REGISTERS > registers(config).compute or (ahead > 2 and used < 32):
             continue
         if split == 1 and (reduce_global or reduce_dsmem):
             continue
@@ -141,9 +143,14 @@ def candidates(format: Format, rows: int, n: int, k: int, kind: str) -> Iterator
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
     configs = {"pipelined": pipelined, "wgmma": wgmma, "persistent": persistent}[kind]
     for config in configs(format.element.bits, rows, n, k, gpu):
-        layout = layout_of(format, config, rows, n, k, gpu)
-        if layout and config.blocks * (layout.bytes + RESERVED) <= gpu.memory + RESERVED:
+        if all_blocks_fit(format, config, rows, n, k, gpu):
             yield config
+
+
+def all_blocks_fit(format: Format, config: LaunchConfig, rows: int, n: int, k: int, gpu: Gpu) -> bool:
+    """Whether as many blocks as the config asks for have their shared memory on one multiprocessor."""
+    layout = layout_of(format, config, rows, n, k, gpu)
+    return layout is not None and config.blocks * (layout.bytes + RESERVED) <= gpu.memory + RESERVED
 
 
 class Graph:

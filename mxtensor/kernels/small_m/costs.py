@@ -48,6 +48,11 @@ class Cost(NamedTuple):
         """What ``features`` are multiplied by."""
         return self[1:7]
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Between which N and K the coefficients were fitted: least and most of each."""
+        return self[7:]
+
     def times(self, ratio: float) -> Cost:
         """The cost of a config that takes ``ratio`` times as long."""
         start, step, byte, wave, tail, columns = (ratio * value for value in self.coefficients)
@@ -140,14 +145,7 @@ def costs_of(capability: tuple[int, int]) -> dict[Key, tuple[Cost, ...]]:
 def write(path: Path, costs: dict[Key, Sequence[Cost]], note: str) -> None:
     """Write a file of coefficients, one config a line; ``note`` says where they were measured."""
     rows: Iterable[list[Any]] = (
-        [
-            format,
-            int(casts),
-            m,
-            *(float(f"{value:.4g}") for value in cost.coefficients),
-            *cost[7:],
-            *map(int, cost.config),
-        ]
+        [format, int(casts), m, *(float(f"{c:.4g}") for c in cost.coefficients), *cost.sizes, *map(int, cost.config)]
         for (format, casts, m), some in sorted(costs.items())
         for cost in some
     )

@@ -74,6 +74,8 @@ WGMMAS = (
     GROUPS_REDUCE_DSMEM,
     GROUPS_REDUCE_GLOBAL,
 )
+DIRECTS = tuple(config._replace(direct=True) for config in WGMMAS if not config.reduce_global)
+"""One warpgroup; clusters that read sums; clusters that send them; groups of warps; both."""
 PERSISTENT = LaunchConfig(1, 1, 1, 4, 4, 2, 1, 1, False, persistent=1)
 """Activations stay in shared memory; each warp copies its own stages."""
 PERSISTENT_CAST = PERSISTENT._replace(whole_x=True, stages=3)
@@ -483,18 +485,19 @@ def test_scales_of_every_power_of_two_and_nan():
         )  # 2^13, the row scale of x, times these overflows
 
 
+@pytest.mark.parametrize("config", [WGMMA, DIRECTS[0]], ids=["prepared", "direct"])
 @pytest.mark.parametrize("scale", [0x7F, 0xFF, 0x80, 0xB8, 0x00])
-def test_nvfp4_scales_with_a_sign_or_a_nan_give_what_the_reference_gives(scale):
+def test_nvfp4_scales_with_a_sign_or_a_nan_give_what_the_reference_gives(scale, config):
     w, x = weight("nvfp4", 130, 384), torch.randn(4, 384).bfloat16()
     w.scale[9, 5] = torch.tensor(scale, dtype=torch.uint8).view(w.scale.dtype)
-    y, exact = product(x, w, WGMMA), x.double() @ values(w).t()
+    y, exact = product(x, w, config), x.double() @ values(w).t()
     finite = exact.isfinite()
     assert error(y[finite], exact[finite]) < TOLERANCE and torch.equal(y.isnan(), exact.isnan())
 
 
-@pytest.mark.exhaustive(quick=2)
+@pytest.mark.exhaustive(quick=12)
 @pytest.mark.parametrize("element", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp4", "mxint8"])
-@pytest.mark.parametrize("config", WGMMAS)
+@pytest.mark.parametrize("config", [*WGMMAS, *DIRECTS])
 def test_scales_out_of_range_change_nothing_but_their_row(element, config):
     """The blocks of rows that have one are computed again; the others are not."""
     w, x = weight(element, 130, 768), torch.randn(4, 768).bfloat16()
