@@ -104,8 +104,7 @@ def _prepare(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) ->
     args = GemmArgs(x.dtype, bias)
     plan = select.plan_of("linear", a, b, args, preference(weight))
     prepare = None if plan.kernel is None else plan.kernel.prepare
-    one_for_each = bias is None or bias.shape == weight.shape[:1]  # launches take no bias that broadcasts
-    launch = prepare(x, a, b, args) if prepare is not None and one_for_each else None
+    launch = None if prepare is None else prepare(x, a, b, args)
     if launch is None and plan.kernel is not None and x.device.type in DEVICES:
         assert weight._rowwise is not None
         launch = repeated(plan, x, weight._rowwise, bias, weight.recipe)
