@@ -17,8 +17,8 @@ from .tune import OTHER_REGISTERS
 
 MOST_TILES = 8
 """Tiles along the rows of activations."""
-WIDEST, WIDEST_DIRECT = 256, 160
-"""Columns of a tile. Wider direct ones are slower than prepared ones: their copies take as long as the products."""
+WIDEST = 256
+"""Columns of a tile: those of one matrix instruction."""
 LEAST_WIDE = 96
 """Rows from which prepared activations are worth tiles of other widths than those of the table."""
 FEW_STAGES = 176
@@ -54,7 +54,7 @@ def even_tiles(format: Format, rows: int) -> Iterator[LaunchConfig]:
     for cols in widths(rows):
         for wr, wk, blocks, stages, ahead in _divisions(rows, cols):
             prepared = rows >= LEAST_WIDE and (cols > 64 or rows > 160)
-            for direct in [False] * prepared + [True] * (cols <= WIDEST_DIRECT and rows >= 16):
+            for direct in [False] * prepared + [True] * (rows >= 16):
                 for split in (1, 2, 4, 8) if direct else (1, 2, 4):
                     sends = split > 1 and cols <= 64 and cols % split == 0
                     config = LaunchConfig(

@@ -1,6 +1,6 @@
-// The functions of mxtensor/kernels/cuda/machine.cuh for a CPU: each thread of a block is a fiber. A fiber that waits
-// for others (barrier, matrix instruction, shuffle) lets them run. Blocks of a cluster run concurrently. Copies are
-// done at once, so missing waits for copies are not noticed here.
+// The functions of mxtensor/kernels/cuda/machine.cuh and machine_sm90.cuh for a CPU: each thread of a block is a fiber.
+// A fiber that waits for others (barrier, matrix instruction, shuffle) lets them run. Blocks of a cluster run
+// concurrently. Copies are done at once, so missing waits for copies are not noticed here.
 
 #include <ucontext.h>
 #include <cmath>
@@ -381,6 +381,24 @@ DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
         fprintf(stderr, "a whole copy is not aligned\n"), abort();
     memcpy(to, from, bytes);
     arrived(barrier, 0, -int(bytes));
+}
+// A tensor map as cuda_on_cpu.py packs it. Copies a box, swizzled; what the tensor does not have is zero.
+struct alignas(64) TensorMap {
+    u64 address, sizes[2], stride, box[2], unused[10];
+};
+#define GRID_CONSTANT
+DEVICE void prefetch_map(const TensorMap&) {}
+DEVICE void copy_box(void* to, const TensorMap& map, int column, int row, u64* barrier) {
+    if (reinterpret_cast<u64>(to) % 1024 || map.address % 16 || map.stride % 16 || map.box[0] != 64)
+        fprintf(stderr, "a box is not aligned\n"), abort();
+    for (u64 r = 0; r < map.box[1]; r++)
+        for (u64 c = 0; c < 64; c++) {
+            const u8* from = reinterpret_cast<const u8*>(map.address) + (row + r) * map.stride + 2 * (column + c);
+            bool inside = column + c < map.sizes[0] && row + r < map.sizes[1];
+            u64 place = r * 128 + (2 * c ^ r % 8 << 4);
+            *reinterpret_cast<u16*>(static_cast<u8*>(to) + place) = inside ? *reinterpret_cast<const u16*>(from) : 0;
+        }
+    arrived(barrier, 0, -int(128 * map.box[1]));
 }
 DEVICE void fence_for_copy_engine() {}
 DEVICE void copy_to_block(void* mine, const void* from, u32 bytes, u64* barrier, u32 rank) {

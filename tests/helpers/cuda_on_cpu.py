@@ -1,7 +1,7 @@
 """The CUDA sources of the package, run on the CPU.
 
-``cuda_machine.h`` replaces ``machine.cuh``; all other files are the sources themselves. ``function`` replaces
-``mxtensor.kernels.runtime.nvrtc.function``. Shared memory is filled with NaNs before each launch.
+``cuda_machine.h`` replaces ``machine.cuh`` and ``machine_sm90.cuh``; all other files are the sources themselves.
+``function`` replaces ``mxtensor.kernels.runtime.nvrtc.function``. Shared memory is filled with NaNs before each launch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from functools import cache
@@ -17,8 +18,10 @@ from pathlib import Path
 
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.runtime.prepared_launches import moved_arguments
+from mxtensor.kernels.runtime.tensor_map import TensorMap
 
 MACHINE = Path(__file__).with_name("cuda_machine.h")
+REPLACED = ("machine.cuh", "machine_sm90.cuh")
 FLAGS = ("-Og", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing")
 ENTRY = """
 extern "C" void fill_with(u32 value) {{ fill = value; }}
@@ -81,7 +84,7 @@ def machine():
 def library(sources, constants, name):
     """The shared library of one kernel with its constants, cached on disk in a folder of this user."""
     defines = "".join(f"#define {key} {value}\n" for key, value in constants)
-    rest = "".join((nvrtc.SOURCES / source).read_text() for source in sources if source != "machine.cuh")
+    rest = "".join((nvrtc.SOURCES / source).read_text() for source in sources if source not in REPLACED)
     text = defines + rest + ENTRY.format(struct=STRUCTS[name], kernel=name)
     key = MACHINE.read_text() + text + repr(FLAGS)
     path = folder() / f"{hashlib.blake2b(key.encode(), digest_size=10).hexdigest()}.so"
@@ -90,12 +93,18 @@ def library(sources, constants, name):
     return ctypes.CDLL(str(path))
 
 
+def packed(tiles):
+    """A tensor map as ``cuda_machine.h`` reads it."""
+    return struct.pack("6Q80x", tiles.address, *tiles.sizes, tiles.stride, *tiles.box)
+
+
 def function(device, sources, constants, name, layout, threads, depth=1, clustered=True):
     kernel = library(sources, constants, name)
 
     def call(x, y, memory, arguments):
         kernel.fill_with(ctypes.c_uint32(FILL))
-        kernel.run(layout.pack(*arguments), x, y, depth, clustered, threads, memory)
+        values = (packed(a) if isinstance(a, TensorMap) else a for a in arguments)
+        kernel.run(layout.pack(*values), x, y, depth, clustered, threads, memory)
 
     return call
 
@@ -109,6 +118,8 @@ class PreparedLaunches:
 
     def __call__(self, addresses):
         for step, at, base, offset in self.moved:
-            self.steps[step][3][at] = addresses[base] + offset
+            arguments, address = self.steps[step][3], addresses[base] + offset
+            is_map = isinstance(arguments[at], TensorMap)
+            arguments[at] = arguments[at]._replace(address=address) if is_map else address
         for kernel, grid, memory, arguments in self.steps:
             kernel(*grid, memory, arguments)

@@ -29,6 +29,9 @@ struct Weight {  // one w and its own arguments
 };
 
 struct Arguments {
+#if DIRECT
+    TensorMap x_map;  // of x
+#endif
     Weight weights[WEIGHTS];  // each multiplies all rows of x; or
     const int* ends;  // one stack of w, a matrix for each group of rows of x, which ends at ends[group]; else null
     u64 codes_group, scales_group;  // bytes between the matrices of the stack

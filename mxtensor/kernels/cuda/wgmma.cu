@@ -7,7 +7,7 @@
 // left operand. x is in tiles with the layout that the instruction reads; for each group one thread of four additional
 // warps has the copy engine load them, STAGES tiles at a time.
 //
-// With DIRECT no kernel prepares x: it is bfloat16, the four warps copy the tiles from its rows (direct_tiles.cuh), and
+// With DIRECT no kernel prepares x: it is bfloat16, the copy engine makes the tiles from its rows (x_tiles.cuh), and
 // codes are decoded to bfloat16 (bfloat16_words.cuh).
 //
 // If K is no multiple of 128, codes after the last column are zeros (chunks.cuh), and x is zero there too.
@@ -20,8 +20,7 @@ static_assert(WK <= 4, "four loading warps, one per group");
 static_assert(MT == 1 && WR % 4 == 0 && SLABS == 4, "four warps have 64 rows of w and one chunk");
 
 struct Tiles {  // tiles of x of this group's columns
-    const u8* x;
-    u32 count;  // chunks; each has two tiles
+    u32 first, count;  // chunks; each has two tiles
     u8* ring;
     u64 *full, *empty;  // barriers, STAGES of each
 };
@@ -41,17 +40,13 @@ DEVICE void decode_both(u32 (&a)[16], Chunk& chunk, const Scales& scales, u32 t,
     }
 }
 
-DEVICE void fetch(u8* to, const u8* from, u32 bytes, u64* barrier) {
-    expect_bytes(barrier, bytes);
-    copy_bulk(to, from, bytes, barrier);
-}
-
 // Loads all tiles of this group, each after the tile before it in the ring has been read. One thread.
-DEVICE void fetch_tiles(const Tiles& tiles) {
+DEVICE void fetch_tiles(const Arguments& a, const Tiles& tiles) {
     for (u32 i = 0; i < 2 * tiles.count; i++) {
         u32 slot = i % STAGES, round = i / STAGES;
         if (round > 0) wait_at(tiles.empty + slot, round - 1);
-        fetch(tiles.ring + slot * TILE, tiles.x + u64(i) * TILE, TILE, tiles.full + slot);
+        expect_bytes(tiles.full + slot, TILE);
+        copy_tile(tiles.ring + slot * TILE, a, 2 * tiles.first + i, tiles.full + slot);
     }
 }
 
@@ -70,16 +65,24 @@ DEVICE void clear(Total& sums) {
         for (int e = 0; e < 4; e++) sums[j][e] = 0;
 }
 
-// Multiplies four fragments by tile SLOT of a round. Then the previous tile and its fragments are free.
-template <int SLOT> DEVICE void multiply_tile(Total& sums, Work& work, const Tiles& tiles) {
-    wait_at<SLOT>(work.barriers, work.round);
-    begin_wgmma(work.a[SLOT % 2]);
+// Multiplies the four fragments of piece H by its columns in tiles SLOT and SLOT + 1 of a round. Then the fragments
+// before, and the tiles that only they had to read, are free.
+template <int SLOT, int H> DEVICE void multiply_piece(Total& sums, Work& work, const Tiles& tiles) {
+    if (!BOTH_TILES || H == 0) wait_at<SLOT + (BOTH_TILES ? 0 : H)>(work.barriers, work.round);
+    if (BOTH_TILES && H == 0) wait_at<SLOT + 1>(work.barriers, work.round);
+    begin_wgmma(work.a[H]);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        multiply_warpgroup<DIRECT>(sums, work.a[SLOT % 2] + 4 * j, work.descriptor + descriptor_step(SLOT * TILE + 32 * j));
+        multiply_warpgroup<DIRECT>(
+            sums, work.a[H] + 4 * j, work.descriptor + descriptor_step(SLOT * TILE + place_of_step(H, j)));
     commit_wgmma();
     wait_for_wgmma<1>();
-    if (SLOT > 0 || work.round > 0) arrive_at<STAGES + (SLOT + STAGES - 1) % STAGES>(work.barriers);
+    constexpr int before = STAGES + (SLOT + STAGES - 1) % STAGES;  // the barrier of the second tile before
+    if (H == 0 && (SLOT > 0 || work.round > 0)) {
+        if (BOTH_TILES) arrive_at<before - 1>(work.barriers);
+        arrive_at<before>(work.barriers);
+    }
+    if (H == 1 && !BOTH_TILES) arrive_at<STAGES + SLOT>(work.barriers);
 }
 
 // Multiplies chunk INDEX of a round and the chunks after it.
@@ -99,10 +102,10 @@ template <int INDEX> DEVICE void multiply_round(Total& sums, Work& work, ThreadR
     }
     decode_both<0>(work.a[0], chunk, scales, mine.t, work.largest);
     if (more) load_codes<INDEX + AHEAD, 0>(chunk, mine), load_scales<INDEX + AHEAD>(chunk, mine);
-    multiply_tile<2 * INDEX>(sums, work, tiles);
+    multiply_piece<2 * INDEX, 0>(sums, work, tiles);
     decode_both<1>(work.a[1], chunk, scales, mine.t, work.largest);
     if (more) load_codes<INDEX + AHEAD, 1>(chunk, mine);
-    multiply_tile<2 * INDEX + 1>(sums, work, tiles);
+    multiply_piece<2 * INDEX, 1>(sums, work, tiles);
     if constexpr (INDEX + 1 < ROUND) multiply_round<INDEX + 1>(sums, work, mine, tiles);
 }
 
@@ -145,14 +148,17 @@ DEVICE bool multiply_all(Total& sums, Work& work, ThreadRows& mine, const Tiles&
 
 // ---------------------------------------------------------------------------------------------- any scales
 
-// Multiplies piece H of a chunk by its tile once for each scale block, with the words of the other blocks zero. Each
+// Multiplies piece H of a chunk by its columns once for each scale block, with the words of the other blocks zero. Each
 // warp uses mma instructions: with more wgmma instructions here, ptxas would serialize those above.
-template <int H> DEVICE void multiply_blocks(Total& sums, Chunk& chunk, const ThreadRows& m, const u8* tile) {
+template <int H> DEVICE void multiply_blocks(Total& sums, Chunk& chunk, const ThreadRows& m, const u8* tiles) {
     constexpr u32 blocks = BITS == 8 || DIRECT && BITS == 4 ? 2 : 4;
     u32 words[16], a[16], g = thread() % 32 / 4, mine = BITS == 8 ? m.t / 2 : m.t;
     const u8* lines[8];  // of the first row of x; eight rows further are 1024 bytes
 #pragma unroll
-    for (u32 i = 0; i < 8; i++) lines[i] = tile + g * 128 + (i ^ g) * 16 + 4 * m.t;
+    for (u32 i = 0; i < 8; i++) {
+        u32 place = place_of_step(H, i / 2), piece = place % 128 / 16 + i % 2;
+        lines[i] = tiles + place / 128 * 128 + g * 128 + (piece ^ g) * 16 + 4 * m.t;
+    }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if constexpr (DIRECT) decode_any_bfloat16<H>(words, r, chunk.codes[r], m.t);
@@ -201,16 +207,14 @@ DEVICE void multiply_any_scales(
         load_codes<0, 0>(chunk, here), load_codes<0, 1>(chunk, here);
         if (is_short<0>(mine)) replace_missing<0>(chunk, unused, mine);
         sync_some(group, GROUP_THREADS);  // the tiles are not read any more
-        if constexpr (DIRECT) {
-#pragma unroll 1
-            for (u32 h = 0; h < 2; h++) copy_tile(a, first, 2 * i + h, tiles.ring + h * TILE);
-            sync_some(group, GROUP_THREADS);
-        } else {
-            if (thread() % GROUP_THREADS == 0) fetch(tiles.ring, tiles.x + u64(2 * i) * TILE, 2 * TILE, arrived);
-            wait_at(arrived, i);
+        if (thread() % GROUP_THREADS == 0) {
+            expect_bytes(arrived, 2 * TILE);
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) copy_tile(tiles.ring + h * TILE, a, 2 * (first + i) + h, arrived);
         }
+        wait_at(arrived, i);
         multiply_blocks<0>(sums, chunk, mine, tiles.ring);
-        multiply_blocks<1>(sums, chunk, mine, tiles.ring + TILE);
+        multiply_blocks<1>(sums, chunk, mine, tiles.ring);
 #pragma unroll
         for (int r = 0; r < 2; r++) mine.codes[r] += CODES_PER_CHUNK, mine.scales[r] += SCALES_PER_CHUNK;
         if (TAIL) mine.left -= CHUNK;
@@ -230,12 +234,12 @@ DEVICE void begin_barriers(u64* barriers) {
     if (thread() == 0)
         for (int i = 0; i < BARRIERS; i++) {
             bool of_tiles = i < TILE_BARRIERS, empty = i / STAGES % 2;
-            begin_barrier(barriers + i, of_tiles && empty ? WR : of_tiles && DIRECT ? LOADERS : 1);
+            begin_barrier(barriers + i, of_tiles && empty ? WR : 1);
         }
     publish_barriers();
 }
 
-KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
+KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const GRID_CONSTANT Arguments a) {
     let_next_start();
     u8* shared = shared_memory();
     u64* barriers = reinterpret_cast<u64*>(shared + RING);
@@ -243,19 +247,15 @@ KERNEL void BOUNDS(ALL_THREADS, BLOCKS) wgmma(const Arguments a) {
     u32 warp = warp_of_block(), group = warp < WR * WK ? warp / WR : (warp - WR * WK) % WK;
     u32 chunks = (a.k + CHUNK - 1) / CHUNK, share = block_z() * WK + group;
     u32 first = share * chunks / (SPLIT * WK), end = (share + 1) * chunks / (SPLIT * WK);
-    const u8* x = reinterpret_cast<const u8*>(a.x) + (u64(block_y()) * chunks + first) * (2 * TILE);
     u64* of_tiles = barriers + group * (2 * STAGES);
-    Tiles tiles = {x, end - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
+    Tiles tiles = {first, end - first, shared + group * (STAGES * TILE), of_tiles, of_tiles + STAGES};
     if (warp >= WR * WK) {
         if constexpr (REGISTERS_COMPUTE > REGISTERS_AT_START) give_registers<REGISTERS_LOAD>();
         sync_all();
+        bool fetches = warp < WR * WK + WK && thread() % 32 == 0;
+        if (fetches) prefetch_tiles(a);
         wait_for_previous();
-        if constexpr (DIRECT) {
-            u32 index = (warp - WR * WK) / WK * 32 + lane_of_warp();
-            if (index < 32 * LOADERS) load_tiles(a, first, tiles.ring, tiles.full, tiles.empty, 2 * tiles.count, index);
-        } else {
-            if (warp < WR * WK + WK && thread() % 32 == 0) fetch_tiles(tiles);
-        }
+        if (fetches) fetch_tiles(a, tiles);
         sync_warp();
         if constexpr (REDUCE_DSMEM) wait_for_cluster();
         return;

@@ -55,28 +55,34 @@ typedef struct {
 typedef struct {
     void *kernel;
     Settings settings;
-    uint32_t size, arguments, moves;
+    uint32_t size, arguments, moves, map_count;
     uint8_t *block;
     uint32_t *offsets;
-    Moved *moved;
+    Moved *moved, *maps;  // addresses; tensor maps, which the driver moves
 } Step;
 
 typedef struct {
     PyObject_HEAD vectorcallfunc vectorcall;
     int (*launch)(const Settings *, void *, void **, void **);
     int (*current)(void **);
+    int (*replace)(void *, void *);
     PyObject *use_context, *on_error, *owners;
     Py_ssize_t addresses, count;
     Step *steps;
 } Launches;
 
 static int run_step(Launches *self, const Step *step, const uint64_t *given) {
-    uint8_t block[MOST_BYTES];
+    _Alignas(64) uint8_t block[MOST_BYTES];  // for tensor maps
     void *pointers[MOST_ARGUMENTS];
     memcpy(block, step->block, step->size);
     for (uint32_t i = 0; i < step->moves; i++) {
         uint64_t value = given[1 + step->moved[i].base] + step->moved[i].added;
         memcpy(block + step->moved[i].offset, &value, sizeof value);
+    }
+    for (uint32_t i = 0; i < step->map_count; i++) {
+        uint64_t value = given[1 + step->maps[i].base] + step->maps[i].added;
+        int status = self->replace(block + step->maps[i].offset, (void *)(uintptr_t)value);
+        if (status) return status;
     }
     for (uint32_t i = 0; i < step->arguments; i++) pointers[i] = block + step->offsets[i];
     Settings settings = step->settings;
@@ -118,49 +124,66 @@ static uint32_t *integers(PyObject *tuple, uint32_t *count, unsigned long most) 
     return out;
 }
 
-// (kernel, x, y, z, threads, memory, attributes, their count, block, offsets, moved)
+// A tuple of (offset, base, added) as an array; each offset is followed by ``bytes`` bytes of the block.
+static Moved *read_moved(PyObject *tuple, const Step *step, Py_ssize_t addresses, uint32_t bytes, uint32_t *count) {
+    *count = (uint32_t)PyTuple_GET_SIZE(tuple);
+    Moved *out = PyMem_Malloc((*count + 1) * sizeof *out);
+    if (!out) return (Moved *)PyErr_NoMemory();
+    for (uint32_t i = 0; i < *count; i++) {
+        Moved *one = &out[i];
+        unsigned long long added;
+        PyObject *given = PyTuple_GET_ITEM(tuple, i);
+        int read = PyTuple_Check(given) && PyArg_ParseTuple(given, "IIK", &one->offset, &one->base, &added);
+        one->added = added;
+        if (read && (one->offset + (uint64_t)bytes > step->size || one->base >= (uint64_t)addresses)) {
+            PyErr_Format(PyExc_ValueError, "no argument at byte %u, or no address %u", one->offset, one->base);
+            read = 0;
+        }
+        if (!read) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a moved argument is a tuple");
+            PyMem_Free(out);
+            return NULL;
+        }
+    }
+    return out;
+}
+
+// (kernel, x, y, z, threads, memory, attributes, their count, block, offsets, moved, maps)
 static int read_step(Step *step, PyObject *tuple, Py_ssize_t addresses) {
     unsigned long long kernel, attributes;
     Settings *s = &step->settings;
-    PyObject *block, *offsets, *moved;
+    PyObject *block, *offsets, *moved, *maps;
     if (!PyArg_ParseTuple(
-            tuple, "KIIIIIKIO!O!O!", &kernel, &s->x, &s->y, &s->z, &s->threads, &s->memory, &attributes, &s->count,
-            &PyBytes_Type, &block, &PyTuple_Type, &offsets, &PyTuple_Type, &moved))
+            tuple, "KIIIIIKIO!O!O!O!", &kernel, &s->x, &s->y, &s->z, &s->threads, &s->memory, &attributes, &s->count,
+            &PyBytes_Type, &block, &PyTuple_Type, &offsets, &PyTuple_Type, &moved, &PyTuple_Type, &maps))
         return -1;
     step->kernel = (void *)(uintptr_t)kernel;
     s->attributes = (void *)(uintptr_t)attributes;
     s->threads_y = s->threads_z = 1;
     step->size = (uint32_t)PyBytes_GET_SIZE(block);
-    step->moves = (uint32_t)PyTuple_GET_SIZE(moved);
     if (PyBytes_GET_SIZE(block) > MOST_BYTES || PyTuple_GET_SIZE(offsets) > MOST_ARGUMENTS) {
         PyErr_Format(PyExc_ValueError, "more than %d arguments or %d bytes of them", MOST_ARGUMENTS, MOST_BYTES);
         return -1;
     }
     step->block = PyMem_Malloc(step->size + 1);
-    step->moved = PyMem_Malloc((step->moves + 1) * sizeof *step->moved);
-    step->offsets = integers(offsets, &step->arguments, step->size);
-    if (!step->block || !step->moved || !step->offsets) return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
+    if (!step->block) return (PyErr_NoMemory(), -1);
     memcpy(step->block, PyBytes_AS_STRING(block), step->size);
-    for (uint32_t i = 0; i < step->moves; i++) {
-        Moved *one = &step->moved[i];
-        unsigned long long added;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(moved, i), "IIK", &one->offset, &one->base, &added)) return -1;
-        one->added = added;
-        if (one->offset + sizeof(uint64_t) > step->size || one->base >= (uint64_t)addresses) {
-            PyErr_Format(PyExc_ValueError, "no argument at byte %u, or no address %u", one->offset, one->base);
-            return -1;
-        }
-    }
-    return 0;
+    step->offsets = integers(offsets, &step->arguments, step->size);
+    if (!step->offsets) return -1;
+    step->moved = read_moved(moved, step, addresses, sizeof(uint64_t), &step->moves);
+    if (!step->moved) return -1;
+    step->maps = read_moved(maps, step, addresses, 128, &step->map_count);
+    return step->maps ? 0 : -1;
 }
 
-// Launches(launch, current, use_context, on_error, addresses, steps, owners)
+// Launches(launch, current, replace, use_context, on_error, addresses, steps, owners)
 static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *names) {
-    unsigned long long launch, current;
+    unsigned long long launch, current, replace;
     PyObject *use_context, *on_error, *steps, *owners;
     Py_ssize_t addresses;
     if (!PyArg_ParseTuple(
-            args, "KKOOnO!O", &launch, &current, &use_context, &on_error, &addresses, &PyTuple_Type, &steps, &owners))
+            args, "KKKOOnO!O", &launch, &current, &replace, &use_context, &on_error, &addresses, &PyTuple_Type, &steps,
+            &owners))
         return NULL;
     if (addresses < 0 || addresses > MOST_ADDRESSES)
         return PyErr_Format(PyExc_ValueError, "from 0 to %d addresses, not %zd", MOST_ADDRESSES, addresses);
@@ -169,6 +192,7 @@ static PyObject *launches_new(PyTypeObject *type, PyObject *args, PyObject *name
     self->vectorcall = launches_call;
     self->launch = (int (*)(const Settings *, void *, void **, void **))(uintptr_t)launch;
     self->current = (int (*)(void **))(uintptr_t)current;
+    self->replace = (int (*)(void *, void *))(uintptr_t)replace;
     self->use_context = Py_NewRef(use_context);
     self->on_error = Py_NewRef(on_error);
     self->owners = Py_NewRef(owners);
@@ -192,6 +216,7 @@ static void launches_free(PyObject *object) {
     for (Py_ssize_t i = 0; i < self->count; i++) {
         PyMem_Free(self->steps[i].block);
         PyMem_Free(self->steps[i].moved);
+        PyMem_Free(self->steps[i].maps);
         PyMem_Free(self->steps[i].offsets);
     }
     PyMem_Free(self->steps);

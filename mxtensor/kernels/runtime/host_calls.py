@@ -29,6 +29,8 @@ NAME = "mxtensor_host_calls"
 FLAGS: tuple[str, ...] = ("-xc", "-O2", "-shared", "-fPIC", "-pthread")
 MOST_ARGUMENTS, MOST_BYTES, MOST_ADDRESSES = 64, 4096, 32
 """Of a launch: arguments, bytes of them, and addresses of a call; as in ``host_calls.c``."""
+MAP_ALIGNMENT = 64
+"""Of the arguments in memory: that of a tensor map."""
 
 Run = Callable[..., None]
 """``run(stream, *addresses)``."""
@@ -54,6 +56,8 @@ class Step(NamedTuple):
     """where each argument begins in the block"""
     moved: tuple[tuple[int, int, int], ...]
     """(offset in the block, number of an address of the call, bytes above it) of each argument that is an address"""
+    maps: tuple[tuple[int, int, int], ...] = ()
+    """the same of each tensor map, which is moved to the address; offsets are multiples of 64"""
 
 
 @cache
@@ -91,7 +95,8 @@ def launches(addresses: int, steps: Sequence[Step], owners: Any = None) -> Run |
     if addresses > MOST_ADDRESSES or any(n > MOST_ARGUMENTS or size > MOST_BYTES for n, size in sizes):
         return None
     lib, compiled = driver(), module()
-    given = address_of(lib.cuLaunchKernelEx), address_of(lib.cuCtxGetCurrent)
+    replace = address_of(lib.cuTensorMapReplaceAddress) if any(step.maps for step in steps) else 0
+    given = address_of(lib.cuLaunchKernelEx), address_of(lib.cuCtxGetCurrent), replace
     if isinstance(compiled, str):
         warn_once(f"{compiled}: launches take the host longer")
         return PythonLaunches(*given, use_context, check_error, addresses, tuple(steps), owners)
@@ -120,26 +125,31 @@ class PythonLaunches:
     """What ``Launches`` of ``host_calls.c`` does, with the same arguments. Calls of several threads take turns."""
 
     def __init__(
-        self, launch: int, current: int, use_context: Callable[[], None], on_error: Callable[[int], None],
+        self, launch: int, current: int, replace: int, use_context: Callable[[], None], on_error: Callable[[int], None],
         addresses: int, steps: Sequence[Step], owners: Any,
     ) -> None:  # fmt: skip
         pointer = ctypes.c_void_p
         self._launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(launch)
         self._current = ctypes.CFUNCTYPE(ctypes.c_int, pointer)(current) if current else None
+        self._replace = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)(replace) if replace else None
         self._use_context, self._on_error, self._addresses = use_context, on_error, addresses
         self._lock, self._owners = threading.Lock(), owners
         self._steps = [self._prepared(step) for step in steps]
 
     def _prepared(self, step: Step) -> tuple[Any, ...]:
-        block = ctypes.create_string_buffer(step.block, len(step.block))
-        at = [ctypes.addressof(block) + offset for offset in step.offsets]
+        memory = ctypes.create_string_buffer(len(step.block) + MAP_ALIGNMENT)
+        block = (ctypes.c_char * len(step.block)).from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
+        block.raw = step.block
+        start = ctypes.addressof(block)
+        at = [start + offset for offset in step.offsets]
         pointers = (ctypes.c_void_p * len(at))(*at)
         settings = LaunchSettings(
             step.x, step.y, step.z, step.threads, 1, 1, step.memory, None, None, step.attribute_count
         )
         ctypes.c_uint64.from_buffer(settings, LaunchSettings.attributes.offset).value = step.attributes
         moved = [(ctypes.c_uint64.from_buffer(block, offset), base, added) for offset, base, added in step.moved]
-        return ctypes.byref(settings), step.kernel, pointers, moved, settings, block
+        maps = [(start + offset, base, added) for offset, base, added in step.maps]
+        return ctypes.byref(settings), step.kernel, pointers, moved, maps, settings, memory
 
     def __call__(self, *given: int) -> None:
         if len(given) != self._addresses + 1:
@@ -149,10 +159,14 @@ class PythonLaunches:
         if self._current is not None and (self._current(ctypes.byref(context)) or not context):
             self._use_context()
         with self._lock:
-            for reference, kernel, pointers, moved, settings, _ in self._steps:
+            for reference, kernel, pointers, moved, maps, settings, _ in self._steps:
                 for argument, base, added in moved:
                     argument.value = addresses[base] + added
+                status = 0
+                for at, base, added in maps:
+                    assert self._replace is not None
+                    status = status or self._replace(at, addresses[base] + added)
                 settings.stream = stream
-                status = self._launch(reference, kernel, pointers, None)
+                status = status or self._launch(reference, kernel, pointers, None)
                 if status:
                     self._on_error(status)

@@ -25,6 +25,7 @@ from ...core.devices import cached, device_capability
 from .cuda_driver import LaunchAttribute, LaunchSettings, driver, use_context
 from .disk_cache import find, store
 from .host_calls import Step
+from .tensor_map import Argument, TensorMap
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 OLDEST = (8, 0)
@@ -152,9 +153,15 @@ _NO_SUCH_CLUSTER = 912  # error code for a cluster that the device cannot run
 
 @cache
 def offsets(layout: struct.Struct) -> tuple[int, ...]:
-    """The bytes before each field of a struct of fields such as ``5Q3I2f``."""
-    fields = [code for count, code in re.findall(r"(\d*)([A-Za-z])", layout.format) for _ in range(int(count or 1))]
+    """The bytes before each field of a struct of fields such as ``128s5Q3I2f``, in which ``128s`` is one field."""
+    found = re.findall(r"(\d*)([A-Za-z])", layout.format)
+    fields = [f for count, code in found for f in ([count + code] if code == "s" else [code] * int(count or 1))]
     return tuple(struct.calcsize("".join(fields[: i + 1])) - struct.calcsize(code) for i, code in enumerate(fields))
+
+
+def pack(layout: struct.Struct, buffer: Any, arguments: Sequence[Argument]) -> None:
+    """Write the arguments of a kernel, a tensor map as its bytes."""
+    layout.pack_into(buffer, 0, *(a.packed() if isinstance(a, TensorMap) else a for a in arguments))
 
 
 class Function:
@@ -192,11 +199,11 @@ class Function:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         return config, ctypes.byref(config), buffer, arguments, attributes
 
-    def prepared(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> tuple[Any, ...]:
+    def prepared(self, x: int, y: int, memory: int, arguments: Sequence[Argument]) -> tuple[Any, ...]:
         """One kind of launch as a ``host_calls.Step`` that moves no argument, and what its attributes need alive."""
         config, _, buffer, _, attributes = self._make()
         self._allow(memory)
-        self._layout.pack_into(buffer, 0, *arguments)
+        pack(self._layout, buffer, arguments)
         where = ctypes.addressof(attributes)
         block = buffer.raw[: self._layout.size]
         step = Step(
@@ -226,7 +233,7 @@ class Function:
             check_error(result)
         return count.value
 
-    def __call__(self, x: int, y: int, memory: int, arguments: Sequence[int | float]) -> None:
+    def __call__(self, x: int, y: int, memory: int, arguments: Sequence[Argument]) -> None:
         """Launch x * y * depth blocks, each with ``memory`` bytes of shared memory, on the current stream."""
         recording.refuse("a CUDA kernel got addresses")
         launch = getattr(self._local, "launch", None)
@@ -234,7 +241,7 @@ class Function:
             launch = self._local.launch = self._make()
         self._allow(memory)
         config, reference, buffer, pointers, _ = launch
-        self._layout.pack_into(buffer, 0, *arguments)
+        pack(self._layout, buffer, arguments)
         config.x, config.y, config.memory = x, y, memory
         config.stream = compat.current_cuda_stream(compat.current_cuda_device())
         result = self._launch(reference, self._function, pointers, None)

@@ -9,22 +9,24 @@ import torch
 
 from ...core import compat, recording
 from . import host_calls
+from .tensor_map import Argument, TensorMap
 
-Step = tuple[Any, tuple[int, int], int, Sequence[int | float]]
+Step = tuple[Any, tuple[int, int], int, Sequence[Argument]]
 """A launch: the kernel, its blocks along x and y, its bytes of shared memory, and its arguments."""
 WINDOW = 1 << 50
 """An argument less than this many bytes above a base is an address that moves with it."""
 
 
 def moved_arguments(steps: Sequence[Step], bases: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """(index of the step, of the argument, of its base, bytes above the base) of every argument that is an address
-    relative to one of ``bases``."""
+    """(index of the step, of the argument, of its base, bytes above the base) of every argument that is an address, or
+    the map of a tensor at an address, relative to one of ``bases``."""
     return [
-        (step, at, base, value - bases[base])
+        (step, at, base, address - bases[base])
         for step, (*_, arguments) in enumerate(steps)
         for at, value in enumerate(arguments)
+        for address in [value.address if isinstance(value, TensorMap) else value]
         for base in range(len(bases))
-        if isinstance(value, int) and 0 <= value - bases[base] < WINDOW
+        if isinstance(address, int) and 0 <= address - bases[base] < WINDOW
     ]
 
 
@@ -37,12 +39,16 @@ class PreparedLaunches:
     def __init__(self, device: torch.device, steps: Sequence[Step], bases: Sequence[int]) -> None:
         self._index = device.index
         moved: list[list[tuple[int, int, int]]] = [[] for _ in steps]
+        maps: list[list[tuple[int, int, int]]] = [[] for _ in steps]
         for step, at, base, above in moved_arguments(steps, bases):
-            moved[step].append((steps[step][0].offset_of(at), base, above))
+            kernel, *_, arguments = steps[step]
+            places = maps if isinstance(arguments[at], TensorMap) else moved
+            places[step].append((kernel.offset_of(at), base, above))
         prepared, owners = [], []
-        for (kernel, grid, memory, arguments), places in zip(steps, moved, strict=True):
-            launch, attributes = kernel.prepared(*grid, memory, arguments)
-            prepared.append(launch._replace(moved=tuple(places)))
+        for i, (kernel, grid, memory, arguments) in enumerate(steps):
+            given = [a._replace(address=0) if isinstance(a, TensorMap) else a for a in arguments]  # moved before use
+            launch, attributes = kernel.prepared(*grid, memory, given)
+            prepared.append(launch._replace(moved=tuple(moved[i]), maps=tuple(maps[i])))
             owners.append((kernel, attributes))
         run = host_calls.launches(len(bases), prepared, owners)
         assert run is not None, "more addresses than host_calls.py allows"

@@ -128,8 +128,6 @@ REGISTER_FILE = 65536
 """32-bit registers of a multiprocessor."""
 LEAST_REGISTERS = 24
 """The fewest registers that a thread can have."""
-LOADING = 40
-"""Registers of a thread of a direct kernel that loads activations."""
 
 
 class Registers(NamedTuple):
@@ -146,9 +144,8 @@ class Registers(NamedTuple):
 def registers(config: LaunchConfig) -> Registers:
     """How the registers of a multiprocessor are divided, in steps of 8."""
     at_start = REGISTER_FILE // config.blocks // config.threads // 8 * 8
-    load = LOADING if config.direct else LEAST_REGISTERS
-    left = (at_start * config.threads - load * 128) // (config.threads - 128) // 8 * 8
-    return Registers(min(at_start, 255), min(left, 240), load)
+    left = (at_start * config.threads - LEAST_REGISTERS * 128) // (config.threads - 128) // 8 * 8
+    return Registers(min(at_start, 255), min(left, 240), LEAST_REGISTERS)
 
 
 # ---------------------------------------------------------------------------------------------- facts
@@ -253,7 +250,7 @@ def swizzle_of_codes(format: Format, classes: int, depth: int) -> tuple[int, int
 
 
 def wgmma_constants(config: LaunchConfig) -> Constants:
-    """Macros of a wgmma kernel: the text and the sums of its matrix instruction (``cuda/machine.cuh``), and the
+    """Macros of a wgmma kernel: the text and the sums of its matrix instruction (``cuda/machine_sm90.cuh``), and the
     division of the registers."""
     cols, per_thread = config.cols, registers(config)
     sums = ", ".join(f"%{i}" for i in range(cols // 2))

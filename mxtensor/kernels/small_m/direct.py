@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ...numerics.cast import Cast
 from ...numerics.formats import E4M3, E5M2, UE4M3, Format
+from ..runtime.tensor_map import TensorMap
 from .config import LaunchConfig, registers
 
 OTHER_REGISTERS = 72
@@ -20,6 +22,12 @@ def can_be_direct(format: Format, x: torch.dtype, x_copy: int, cast: Cast | None
     """
     special = format.element in (E4M3, E5M2) and format.scale is UE4M3
     return x is torch.bfloat16 and x_copy == 16 and cast is None and not special
+
+
+def map_of_tiles(x: Tensor, cols: int) -> TensorMap:
+    """The tensor map of x (M, K), of which ``cuda/x_tiles.cuh`` copies tiles of ``cols`` rows by 64 columns."""
+    rows, k = x.shape
+    return TensorMap(x.data_ptr(), (k, rows), 2 * (x.stride(0) if rows > 1 else k), (64, cols))
 
 
 def has_registers(format: Format, config: LaunchConfig) -> bool:

@@ -21,17 +21,19 @@ from torch import Tensor
 from ...numerics.cast import Cast
 from ...numerics.element_format import ElementFormat
 from ...numerics.formats import Format
-from ..runtime import nvrtc, triton_launch
+from ..runtime import nvrtc, tensor_map, triton_launch
 from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants, copy_size
 from ..runtime.prepared_launches import Step
+from ..runtime.tensor_map import Argument
 from .config import MOST_WEIGHTS, Facts, LaunchConfig, can_use_wgmma, classes_of, constants, facts_for, has_whole_chunks
-from .direct import can_be_direct
+from .direct import can_be_direct, map_of_tiles
 from .heuristics import BY_WARPS, choose_config, gpu_of, groups_with_rows
 from .scratch import ACTIVATION_THREADS, Scratch, scratch_of
 from .shared_memory import SharedMemoryLayout, clusters, layout_of
 
 WEIGHT, OTHERS = "5Q3I0Q", "8Q10I2f0Q"
-"""``struct`` formats of a product's arguments (``cuda/stages.cuh``): those of each weight, and the others."""
+"""``struct`` formats of a product's arguments (``cuda/stages.cuh``): those of each weight, and the others. The map of
+the activations comes before those of a direct kernel."""
 ACTIVATIONS = struct.Struct("5Q7I0Q")
 HEADERS = ("machine.cuh", "elements.cuh", "casts.cuh", "activations.cuh")
 ACTIVATION_SOURCES = (*HEADERS, "activations.cu")
@@ -41,8 +43,8 @@ KERNEL_SOURCES = {
         *HEADERS, "stages.cuh", "sums.cuh", "result.cuh", "small_m_mma.cuh", "warp_activations.cuh", "persistent.cu",
     ),
     "wgmma": (
-        *HEADERS, "stages.cuh", "result.cuh", "bfloat16_words.cuh", "dequant_words.cuh", "chunks.cuh",
-        "cluster_reduce.cuh", "direct_tiles.cuh", "wgmma.cu",
+        *HEADERS, "machine_sm90.cuh", "stages.cuh", "result.cuh", "bfloat16_words.cuh", "dequant_words.cuh",
+        "chunks.cuh", "cluster_reduce.cuh", "x_tiles.cuh", "wgmma.cu",
     ),
 }  # fmt: skip
 """Kind of kernel -> its sources, in order."""
@@ -66,9 +68,12 @@ class ResolvedLaunch(NamedTuple):
 
 
 @cache
-def argument_struct(weights: int) -> struct.Struct:
+def argument_struct(weights: int, direct: bool = False) -> struct.Struct:
     """The C struct of the arguments of a kernel that takes this many weights."""
-    return struct.Struct(weights * WEIGHT + OTHERS)
+    fields = weights * WEIGHT + OTHERS
+    if not direct:
+        return struct.Struct(fields)
+    return struct.Struct(f"{tensor_map.BYTES}s{fields}{-struct.calcsize(fields) % tensor_map.ALIGNMENT}x")
 
 
 class Choice(NamedTuple):
@@ -143,7 +148,8 @@ def resolve(
 ) -> ResolvedLaunch:  # fmt: skip
     """The launch of what ``choose`` chooses. Raises what it raises."""
     config, layout, row, tiles = choose(device, format, types, sizes, widths, alignment, cast, given)
-    (rows, _, groups), packed, grid = sizes, argument_struct(len(tiles)), (config.split, not config.reduce_global)
+    (rows, _, groups), packed = sizes, argument_struct(len(tiles), config.direct)
+    grid = config.split, not config.reduce_global
     kernel = nvrtc.function(device, KERNEL_SOURCES[config.kind], row, config.kind, packed, config.threads, *grid)
     blocks = min(sum(tiles), clusters(config, gpu_of(device))), 1
     if not config.persistent:
@@ -256,12 +262,12 @@ def _address(t: Tensor | None) -> int:
 def _arguments(
     x: Tensor, weights: Sequence[Weight], results: Sequence[Tensor], resolved: ResolvedLaunch, scratch: Scratch | None,
     base: int, alpha: float, beta: float, ends: Tensor | None, x_global: Tensor | None,
-) -> list[int | float]:  # fmt: skip
+) -> list[Argument]:  # fmt: skip
     """The arguments of a product's kernel, in the order of ``WEIGHT`` and ``OTHERS``."""
     (data, scale, _, _), layout, first_tiles = weights[0], resolved.layout, resolved.first_tiles
     (*_, width, row_bytes), (*_, scale_rows, scale_cols) = data.shape, scale.shape
     scale_bytes = scale_cols * scale.element_size()
-    out: list[int | float] = []
+    out: list[Argument] = [map_of_tiles(x, resolved.config.cols)] if resolved.config.direct else []
     for w, y, first in zip(weights, results, first_tiles, strict=False):
         n, bias = w.data.shape[-2], w.bias
         out += (

@@ -12,6 +12,8 @@ POINTER = ctypes.c_void_p
 BLOCK = b"".join(n.to_bytes(8, "little") for n in (1, 22, 333, 4444))
 STEP = Step(99, 5, 6, 7, 128, 1024, 4096, 2, BLOCK, (0, 8, 16, 24), ((8, 0, 0), (24, 1, 16)))
 OTHER = STEP._replace(kernel=98, x=1, moved=((0, 1, 1),))
+MAPPED = STEP._replace(block=bytes(range(128)) + BLOCK, offsets=(128, 0, 8, 152), moved=(), maps=((0, 1, 16),))
+"""A step with a tensor map, which begins the block."""
 
 
 def compiled():
@@ -26,6 +28,8 @@ class Driver:
         self.launched, self.status, self.context, self.used = [], 0, 1, 0
         self.launch = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER, POINTER, POINTER)(self._launch)
         self.current = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(POINTER))(self._current)
+        self.replaced, self.map_status = [], 0
+        self.replace = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER)(self._replace)
 
     def _launch(self, settings, kernel, pointers, extra):
         s = host_calls.LaunchSettings.from_address(settings)
@@ -39,6 +43,11 @@ class Driver:
         context[0] = self.context
         return 0
 
+    def _replace(self, tensor_map, address):
+        self.replaced.append((tensor_map % 64, ctypes.string_at(tensor_map, 128), address))
+        ctypes.c_uint64.from_address(tensor_map).value = address
+        return self.map_status
+
     def use_context(self):
         self.used += 1
 
@@ -46,7 +55,7 @@ class Driver:
         raise RuntimeError(f"error {status}")
 
     def launches(self, kind, addresses, steps):
-        given = [host_calls.address_of(f) for f in (self.launch, self.current)]
+        given = [host_calls.address_of(f) for f in (self.launch, self.current, self.replace)]
         make = PythonLaunches if kind == "python" else compiled().Launches
         return make(*given, self.use_context, self.error, addresses, tuple(map(Step._make, steps)), None)
 
@@ -69,6 +78,27 @@ def test_all_launches_get_the_stream_and_the_addresses(kind):
             ((1, *shape[1:]), stream or None, 4096, 2, 98, [second + 1, 22, 333, 4444]),
         ]
     assert driver.used == 0
+
+
+def test_the_driver_moves_tensor_maps_to_the_addresses(kind):
+    driver = Driver()
+    run = driver.launches(kind, 2, (MAPPED,))
+    for address in (640, 1 << 47):
+        driver.replaced.clear(), driver.launched.clear()
+        run(0, 5, address)
+        assert [(place, moved) for place, _, moved in driver.replaced] == [(0, address + 16)]
+        assert driver.replaced[0][1][8:] == bytes(range(8, 128))
+        [(*_, values)] = driver.launched
+        assert values == [1, address + 16, int.from_bytes(bytes(range(8, 16)), "little"), 4444]
+
+
+def test_an_error_of_a_tensor_map_ends_the_launches_and_is_raised(kind):
+    driver = Driver()
+    driver.map_status = 1
+    run = driver.launches(kind, 2, (STEP, MAPPED, OTHER))
+    with pytest.raises(RuntimeError, match="error 1"):
+        run(0, 1, 2)
+    assert len(driver.launched) == 1
 
 
 def test_a_thread_without_a_context_gets_torch_s(kind):
@@ -116,6 +146,7 @@ def test_threads_do_not_mix_their_arguments(kind):
     ("step", "addresses"),
     [
         (STEP._replace(moved=((32, 0, 0),)), 2), (STEP._replace(moved=((25, 0, 0),)), 2), (STEP, 1),
+        (MAPPED._replace(maps=((64, 0, 0),)), 2), (MAPPED, 1), (STEP._replace(maps=(1,)), 2),
         (STEP._replace(offsets=(99,)), 2), (STEP, MOST_ADDRESSES + 1), (STEP._replace(block=bytes(MOST_BYTES + 8)), 2),
         (STEP._replace(offsets=(0,) * (MOST_ARGUMENTS + 1)), 2), (STEP._replace(block="text"), 2),
     ],

@@ -137,6 +137,7 @@ DIRECTS = (
     LaunchConfig(1, 2, 4, 2, 4, 8, 2, 2, False, True, 2, reduce_dsmem=True, direct=True),
     LaunchConfig(1, 4, 4, 3, 4, 8, 1, 2, False, True, 2, direct=True),
     LaunchConfig(1, 16, 8, 1, 4, 8, 1, 1, False, True, 2, direct=True),
+    LaunchConfig(1, 32, 8, 1, 4, 4, 1, 1, False, True, 2, direct=True),
 )
 """Kernels that read bfloat16 activations as they are."""
 

@@ -1,0 +1,63 @@
+"""Prepared launches: which arguments move with the addresses of a call, tensor maps too."""
+
+import struct
+
+import pytest
+import torch
+
+from mxtensor.core import compat
+from mxtensor.kernels.runtime import host_calls, nvrtc
+from mxtensor.kernels.runtime.prepared_launches import PreparedLaunches, moved_arguments
+from mxtensor.kernels.runtime.tensor_map import ALIGNMENT, BYTES, TensorMap
+from tests.kernels.runtime.test_host_calls import Driver
+
+X, OUT = 1 << 61, 1 << 60
+MAP = TensorMap(X + 32, (256, 7), 512, (64, 16))
+LAYOUT = struct.Struct("128s3Q40x")
+
+
+class Kernel:
+    """A kernel of a map and three integers."""
+
+    def prepared(self, x, y, memory, arguments):
+        block = bytearray(LAYOUT.size)
+        nvrtc.pack(LAYOUT, block, arguments)
+        return host_calls.Step(5, x, y, 1, 128, memory, 0, 0, bytes(block), (BYTES, 0, BYTES + 8, BYTES + 16), ()), None
+
+    def offset_of(self, argument):
+        return nvrtc.offsets(LAYOUT)[argument]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that notes what it launches; a map is its address, its columns and zeros."""
+    driver = Driver()
+    functions = {"cuLaunchKernelEx": driver.launch, "cuCtxGetCurrent": driver.current}
+    lib = type("Lib", (), functions | {"cuTensorMapReplaceAddress": driver.replace})
+    monkeypatch.setattr(host_calls, "driver", lambda: lib)
+    monkeypatch.setattr(compat, "current_cuda_device", lambda: 0)
+    monkeypatch.setattr(compat, "current_cuda_stream", lambda index: 77)
+    monkeypatch.setattr(TensorMap, "packed", lambda t: struct.pack("QQ112x", t.address, t.sizes[0]))
+    return driver
+
+
+def test_addresses_and_maps_that_are_relative_to_a_base_move():
+    steps = [(None, (1, 1), 0, [MAP, 5, OUT + 8, 1.5]), (None, (1, 1), 0, [X])]
+    assert moved_arguments(steps, (X, OUT)) == [(0, 0, 0, 32), (0, 2, 1, 8), (1, 0, 0, 0)]
+
+
+def test_offsets_count_a_map_as_one_argument():
+    assert nvrtc.offsets(LAYOUT)[:4] == (0, BYTES, BYTES + 8, BYTES + 16) and LAYOUT.size % ALIGNMENT == 0
+
+
+def test_each_call_launches_with_its_own_addresses(driver):
+    launches = PreparedLaunches(torch.device("cuda", 0), [(Kernel(), (3, 2), 64, [MAP, 9, OUT + 8, X])], (X, OUT))
+    for x, out in ((1024, 4096), (1 << 46, 1 << 45)):
+        driver.launched.clear(), driver.replaced.clear()
+        launches((x, out))
+        [(shape, stream, *_, values)] = driver.launched
+        assert shape == (3, 2, 1, 128, 1, 1, 64) and stream == 77
+        assert values == [9, x + 32, out + 8, x]  # the second is the start of the map
+        [(place, before, address)] = driver.replaced
+        assert place == 0 and address == x + 32
+        assert struct.unpack_from("QQ", before) == (0, 256)  # made at an address that the driver accepts
