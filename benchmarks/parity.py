@@ -214,6 +214,7 @@ def work(index: int, study: Study, tasks: Any) -> None:
     if study.device == "cuda":
         torch.cuda.set_device(index)
     torch._functorch.config.enable_autograd_cache = False  # explain() sees no product of a graph from that cache
+    torch._dynamo.config.recompile_limit = 32  # blocks with and without a recipe, trained and evaluated
     text = corpus.load(study.roots, study.cache)
     digest = text.digest
     for task in iter(tasks.get, None):
