@@ -8,8 +8,6 @@ from ..tensor.mxtensor import MXTensor
 from .layout import Layout, with_others
 from .source import Checkpoint, Entry
 
-QUANTIZED = ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
-
 
 def _detect(checkpoint: Checkpoint) -> bool:
     return not checkpoint.method and "quantization" not in checkpoint.config

@@ -83,16 +83,6 @@ def forget_decisions() -> None:
     PLANS.clear()
 
 
-def choose(
-    candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None, facts: Hashable = None
-) -> Kernel:
-    """The kernel of ``plan_for``, logged. Raises NotImplementedError with every refusal if none accepts."""
-    plan = plan_for(candidates, spec, *operands, prefer=prefer, facts=facts)
-    kernel = _accepted(plan)
-    record(spec, kernel.name, plan.refusals)
-    return kernel
-
-
 def _accepted(plan: Plan) -> Kernel:
     """The kernel of a plan. Raises NotImplementedError with every refusal if there is none."""
     if plan.kernel is not None:
@@ -104,9 +94,10 @@ def _accepted(plan: Plan) -> Kernel:
 def perform(
     candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None, facts: Hashable = None
 ) -> Any:
-    """Choose a kernel, log it and run it.
+    """Run the kernel of ``plan_for``, logged.
 
-    Raises what ``choose`` raises. Other errors inside the kernel become a RuntimeError that names it and its operands.
+    Raises NotImplementedError with every refusal if no kernel accepts. An unexpected error inside the kernel becomes a
+    RuntimeError that names the kernel and its operands.
     """
     plan = plan_for(candidates, spec, *operands, prefer=prefer, facts=facts)
     kernel = _accepted(plan)

@@ -150,21 +150,15 @@ def amax_of_groups(x: Tensor, group: Tensor, count: int, dim: int) -> Tensor:
     return largest.index_select(0, group).unsqueeze(1 - dim)
 
 
-def values_of_groups(x: Tensor, cast: Cast, amax: Tensor) -> Tensor:
-    """The float32 values of x in a format with a scale of the whole tensor; here each part of x has its own ``amax``.
+def scaled_values_of_groups(x: Tensor, cast: Cast, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """x in a format with a scale of the whole tensor, where each part of x has its own ``amax``: values and scales,
+    whose products are the decoded values.
 
     ``amax``: float32, broadcasts to x (..., rows, cols) and is the same in all values of a block. Where it differs
-    along a dimension, x has whole blocks there. Blocks run along the last dimension.
+    along a dimension, x has whole blocks there. Blocks run along the last dimension. Values are elements, in the dtype
+    of their format, or elements times block scales, in bfloat16, which represents them exactly. Scales are float32 and
+    broadcast to x.
     """
-    values, scale = scaled_values_of_groups(x, cast, amax)
-    product: Tensor = values.to(torch.float32) * scale
-    return product
-
-
-def scaled_values_of_groups(x: Tensor, cast: Cast, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """``values_of_groups`` as values and scales of their groups, whose products they are. Values are elements, in the
-    dtype of their format, or elements times block scales, in bfloat16, which represents them. Scales are float32 and
-    broadcast to x."""
     rows, cols = cast.format.block
     if rows == FULL:
         operand = encode(x, cast, amax)

@@ -25,25 +25,21 @@ FLOAT32_SUMS = 2.0**-18
 """The same for float32 sums of up to 16 thousand products by pairs, or of tensor cores for 16 bits."""
 
 
-def _change(operand: Operand, any_distance: bool) -> Tensor:
+def _change(operand: Operand) -> Tensor:
     """How much each value of a row may change, float64 (rows, 1)."""
-    rows = row_scaled(operand, any_distance)
+    rows = row_scaled(operand)
     exact = rows.beyond.bool().unsqueeze(1) | rows.scale.isnan()
-    return torch.where(
-        exact, 0.0, (LOSS if any_distance or not is_exact(operand.format.element) else 0.0) * rows.scale.double()
-    )
+    return torch.where(exact, 0.0, (0.0 if is_exact(operand.format.element) else LOSS) * rows.scale.double())
 
 
-def product_bound(
-    a: Operand, b: Operand, out_dtype: torch.dtype, sums: float, bias: Tensor | None = None, any_distance: bool = False
-) -> Tensor:
-    """The largest error of each value of ``a @ b^T + bias``: float64 (M, N); no number where the product is none.
+def product_bound(a: Operand, b: Operand, out_dtype: torch.dtype, sums: float, bias: Tensor | None = None) -> Tensor:
+    """The largest error of each value of ``a @ b^T + bias``: float64 (M, N); NaN where the product is not a number.
 
-    a (M, K), b (N, K). The product itself is ``exact_product``. A result below the normal numbers of ``out_dtype``, or
-    of float32, may be zero.
+    a (M, K), b (N, K). The product itself is ``exact_product``. ``sums``: what the sums lose, such as HOPPER_SUMS. A
+    result below the normal numbers of ``out_dtype``, or of float32, may be zero.
     """
     left, right = decode_local(a).double().abs(), decode_local(b).double().abs()
-    changes = _change(a, any_distance), _change(b, any_distance)
+    changes = _change(a), _change(b)
     moved = changes[0] * right.sum(1) + left.sum(1, keepdim=True) * changes[1].t()
     moved = moved + a.shape[1] * changes[0] * changes[1].t()
     before = moved + sums * (left @ right.t() + moved)

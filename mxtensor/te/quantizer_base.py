@@ -70,7 +70,6 @@ MEMBERS = Kind(
     "a tuple of members of DType",
     lambda given: isinstance(given, tuple) and all(isinstance(member, DType) for member in given),
 )
-DTYPE = instance(torch.dtype, "a torch.dtype")
 CAST = instance(Cast, "a Cast, such as Cast.of('mxfp8')")
 FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
 GROUP = optional(Kind("a process group of torch.distributed", lambda given: "ProcessGroup" in type(given).__name__))

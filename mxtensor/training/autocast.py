@@ -61,11 +61,6 @@ def get_recipe() -> Recipe | None:
     return None if state is None else state.recipe
 
 
-def is_enabled() -> bool:
-    """Whether linear layers run quantized here."""
-    return get_recipe() is not None
-
-
 class AutocastMode(TorchFunctionMode):
     """Calls the rule of every function that multiplies by a weight."""
 

@@ -11,7 +11,7 @@ The second call of a kind is recorded. Recording takes some milliseconds, which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from .passes import Inputs, Options, SavedOperands
 from .stack_operands import layout_of
 from .training_weight import values_of
 
-Result = TypeVar("Result")
 MAX_BACKWARD = 64
 """Backward passes that a layer holds: one for each layout and alignment of its gradients and saved tensors."""
 

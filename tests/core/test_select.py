@@ -12,7 +12,7 @@ import mxtensor as mx
 from mxtensor.core.entry import Entry
 from mxtensor.core.kernel import Kernel, Spec
 from mxtensor.core.plan import PLANS
-from mxtensor.core.select import choose, perform, plan_for
+from mxtensor.core.select import perform, plan_for
 from mxtensor.kernels.gemm.select import GEMM
 
 BF16_ON_CPU = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -31,22 +31,22 @@ def kernel(name, reason=None):
 
 def test_the_first_kernel_that_accepts_runs_and_the_refusals_before_it_are_logged():
     with mx.explain() as log:
-        chosen = choose((kernel("a", "too tall"), kernel("b", "too wide"), kernel("c"), kernel("d")), spec())
-    assert chosen.name == "c"
+        ran = perform((kernel("a", "too tall"), kernel("b", "too wide"), kernel("c"), kernel("d")), spec())
+    assert ran == "c"
     assert log.entries == [Entry(spec(), "c", {"a": "too tall", "b": "too wide"})]
 
 
 def test_when_none_accepts_every_sentence_is_in_the_error():
     message = "no kernel runs mm of float32 8x64, mxfp8_e4m3 16x64 on cpu: a: too tall; b: too wide"
     with mx.explain() as log, pytest.raises(NotImplementedError) as error:
-        choose((kernel("a", "too tall"), kernel("b", "too wide")), spec())
+        perform((kernel("a", "too tall"), kernel("b", "too wide")), spec())
     assert str(error.value) == message and log.entries == []
 
 
 def test_a_kernel_decides_on_the_operands_it_would_run():
     seen = []
     picky = Kernel("picky", lambda spec, *operands: seen.append((spec, operands)), lambda *operands: None)
-    choose((picky,), spec(), "left", "right")
+    perform((picky,), spec(), "left", "right")
     assert seen == [(spec(), ("left", "right"))]
 
 
@@ -76,7 +76,7 @@ def asked():
 def test_with_all_facts_given_kernels_are_asked_once_and_logged_at_every_call(asked):
     kernels, seen = asked
     with mx.explain() as log:
-        assert [choose(kernels, spec(), facts=("bias",)).name for _ in range(3)] == ["b"] * 3
+        assert [perform(kernels, spec(), facts=("bias",)) for _ in range(3)] == ["b"] * 3
     assert seen == [spec()] and log.entries == [Entry(spec(), "b", {"a": "too tall"})] * 3
     assert plan_for(kernels, spec(), facts=("bias",)) is plan_for(kernels, spec(), facts=("bias",))
 
@@ -84,23 +84,23 @@ def test_with_all_facts_given_kernels_are_asked_once_and_logged_at_every_call(as
 def test_another_fact_spec_or_preference_is_another_plan(asked):
     kernels, seen = asked
     others = (kernel("c"), *kernels)
-    choose(kernels, spec(), facts=("bias",))
-    choose(kernels, spec(), facts=("no bias",))
-    choose(kernels, spec(dtype=torch.bfloat16), facts=("bias",))
-    assert len(seen) == 3 and choose(others, spec(), facts=("bias",)).name == "c"
+    perform(kernels, spec(), facts=("bias",))
+    perform(kernels, spec(), facts=("no bias",))
+    perform(kernels, spec(dtype=torch.bfloat16), facts=("bias",))
+    assert len(seen) == 3 and perform(others, spec(), facts=("bias",)) == "c"
     forced = (kernel("emulated"), kernel("dequant"))
-    assert choose(forced, spec(), facts=()).name == choose(forced, spec(), prefer="emulated", facts=()).name
-    assert choose(forced, spec(), prefer="dequant", facts=()).name == "dequant"
+    assert perform(forced, spec(), facts=()) == perform(forced, spec(), prefer="emulated", facts=())
+    assert perform(forced, spec(), prefer="dequant", facts=()) == "dequant"
     with mx.kernels("dequant"):
-        assert choose(forced, spec(), prefer="emulated", facts=()).name == "dequant"
-    assert choose(forced, spec(), prefer="emulated", facts=()).name == "emulated"
+        assert perform(forced, spec(), prefer="emulated", facts=()) == "dequant"
+    assert perform(forced, spec(), prefer="emulated", facts=()) == "emulated"
 
 
 def test_without_facts_and_when_a_call_is_traced_no_plan_is_cached(asked):
     kernels, seen = asked
     for _ in range(2):
-        choose(kernels, spec())
-        choose(kernels, spec()._replace(traced=True), facts=())
+        perform(kernels, spec())
+        perform(kernels, spec()._replace(traced=True), facts=())
     assert len(seen) == 4 and len(PLANS) == 0
 
 
@@ -108,7 +108,7 @@ def test_a_refusal_of_all_is_an_error_at_every_call(asked):
     kernels, seen = asked
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="a: too tall"):
-            choose(kernels[:1], spec(), facts=())
+            perform(kernels[:1], spec(), facts=())
     assert len(seen) == 1
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.numerics.groups import Groups, amax_of_groups, block_of, padded_length, values_of_groups
+from mxtensor.numerics.groups import Groups, amax_of_groups, block_of, padded_length, scaled_values_of_groups
 from mxtensor.numerics.reference import decode, encode
 
 SIZES = [[5, 0, 40, 32, 1], [0, 0, 64], [1], [0], [16, 16, 16, 16], [130, 3]]
@@ -67,6 +67,12 @@ CASTS = ["mxfp8", "mxfp6", "mxfp4", "nvfp4", "float8_tensor", "float8_e5m2_tenso
 def values(rows, cols):
     """Groups of very different sizes of values, so that a scale of two groups would show."""
     return torch.randn(rows, cols) * 2.0 ** torch.arange(rows).div(7, rounding_mode="floor").remainder(9).unsqueeze(1)
+
+
+def values_of_groups(x, cast, amax):
+    """The float32 values of x, each part of which has its own ``amax``."""
+    elements, scale = scaled_values_of_groups(x, cast, amax)
+    return elements.to(torch.float32) * scale
 
 
 def cast_in_groups(x, cast, groups, dim):

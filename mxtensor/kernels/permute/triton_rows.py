@@ -102,8 +102,9 @@ def refuses_spread(
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def _power(n: int, least: int = 16) -> int:
-    return max(least, 1 << (n - 1).bit_length())
+def _power(n: int) -> int:
+    """The power of two that is n or the next one above, at least 16."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def _cols(cols: int, dtype: torch.dtype) -> int:

@@ -31,8 +31,6 @@ BLOCKS = (16, 32, 64, 128)
 """Values along the blocked dimension that may share a scale."""
 CONVERSIONS = (8, 9)
 """The lowest compute capability with instructions that round to float8."""
-MOST = 1 << 31
-"""Rows, columns and blocks of threads are below this."""
 
 
 def why_not(cast: Cast, dtype: torch.dtype) -> str | None:
