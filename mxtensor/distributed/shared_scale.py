@@ -36,15 +36,6 @@ from ..training.training_weight import values_of
 from .collectives import Ranks, largest
 
 
-def shares_scales(linear_recipe: LinearRecipe) -> bool:
-    """Whether a cast of this recipe has a scale of the whole tensor, from its amax in this step."""
-    if linear_recipe.delayed is not None:
-        return False
-    tensors = linear_recipe.input, linear_recipe.weight, linear_recipe.grad
-    casts = [cast for casts in tensors for cast in (casts.rowwise, casts.columnwise) if cast is not None]
-    return any(cast.format.has_tensor_scale for cast in casts)
-
-
 def _sources(x: Tensor, casts: TensorCasts) -> list[tuple[Tensor, Cast | None]]:
     """What the rowwise and the columnwise copy of a matrix are cast from, and their casts."""
     column = None if casts.columnwise is None else columnwise_cast(casts.columnwise)

@@ -27,7 +27,7 @@ from ..tensor.mxtensor import MXTensor
 from ..training.local import local_of
 from ..training.training_weight import TrainingWeight
 from .all_gather_linear import gathered_linear, reason_for_values
-from .shared_scale import shares_scales, split_linear
+from .shared_scale import split_linear
 
 
 def _linear_recipe(weight: Any) -> LinearRecipe | None:
@@ -69,7 +69,7 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
             f"{name}={extent} does not divide into {world} equal parts; use a mesh of fewer ranks, or pad the layer"
         )
     operands, recipe = _split_operands(weight, dim), _linear_recipe(weight)
-    shared = recipe is not None and shares_scales(recipe)
+    shared = recipe is not None and recipe.has_tensor_scales
     for format, place, scales_differ in operands:
         if shared and format.has_tensor_scale:
             continue
@@ -91,7 +91,7 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
 def _product(x: Tensor, weight: DTensor, bias: Tensor | None, mesh: DeviceMesh, by_rows: bool) -> Tensor:
     """The product of this rank; scales of whole tensors are shared with the other ranks."""
     local, linear_recipe = cast(Tensor, _local(weight)), _linear_recipe(weight)
-    if linear_recipe is not None and shares_scales(linear_recipe):
+    if linear_recipe is not None and linear_recipe.has_tensor_scales:
         dtype = autocast_dtype(x) or x.dtype
         return split_linear(x, local, bias, linear_recipe, mesh.get_group(), by_rows, dtype)
     return F.linear(x, local, bias)

@@ -17,7 +17,6 @@ from transformers.cache_utils import CacheLayerMixin
 from ..core.compat import keep_address
 from ..kernels.attention.ops import encode_tokens, traced_attention
 from ..kernels.attention.spec import AttentionArgs, Tokens, codes_format
-from ..kernels.quantize.select import dequantize_operand
 from ..kernels.quantize.triton_ops import cast_arguments
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
@@ -32,7 +31,7 @@ from .kv_storage import (
     global_scale_of,
     same_sizes,
 )
-from .kv_tensor import CachedTokens, first_of
+from .kv_tensor import CachedTokens, decoded, first_of, with_repeated_heads
 
 
 class StaticStorage(Pickled):
@@ -135,13 +134,7 @@ class TracedTokens:
 
     def dequantize(self) -> Tensor:
         """The values in ``dtype``."""
-        codes = self.tokens.codes
-        values = dequantize_operand(codes.map_blocks(Tensor.contiguous, codes.shape), torch.float32)
-        values = torch.cat((self.tokens.first, values), 2)
-        values = (values if self.center is None else values + self.center).to(self.dtype)
-        if self.grouped:
-            return values[:, :, None].expand(self.shape)
-        return values if self.repeats == 1 else values.repeat_interleave(self.repeats, 1)
+        return with_repeated_heads(decoded(self.tokens, self.center, self.dtype), self.repeats, self.shape)
 
     def _with(self, repeats: int, grouped: bool) -> TracedTokens:
         return TracedTokens(self.tokens, self.center, self.dtype, repeats, grouped)

@@ -24,6 +24,21 @@ from ..kernels.quantize.select import dequantize_operand
 EVERYTHING = slice(None)
 
 
+def decoded(tokens: Tokens, center: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values of keys or values, (batch, heads, tokens, head size); ``center`` is added to all tokens."""
+    codes = dequantize_operand(tokens.codes.map_blocks(Tensor.contiguous, tokens.codes.shape), torch.float32)
+    values = torch.cat((tokens.first, codes), 2)
+    return (values if center is None else values + center).to(dtype)
+
+
+def with_repeated_heads(values: Tensor, repeats: int, shape: torch.Size) -> Tensor:
+    """``values`` with each head repeated; ``shape`` has a dimension for the repeats between two calls of transformers
+    that repeat heads."""
+    if len(shape) == 5:
+        return values[:, :, None].expand(shape)
+    return values if repeats == 1 else values.repeat_interleave(repeats, 1)
+
+
 class CachedTokens(Tensor):
     """Keys or values of a layer, (batch, heads, tokens, head size): a view of the cache, until it changes.
 
@@ -51,13 +66,8 @@ class CachedTokens(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in ``dtype`` (default: that of the model)."""
-        tokens, kind = self.tokens, self.dtype if dtype is None else dtype
-        codes = dequantize_operand(tokens.codes.map_blocks(Tensor.contiguous, tokens.codes.shape), torch.float32)
-        values = torch.cat((tokens.first, codes), 2)
-        values = (values if self.center is None else values + self.center).to(kind)
-        if self.dim() == 5:
-            return values[:, :, None].expand(self.shape)
-        return values if self.repeats == 1 else values.repeat_interleave(self.repeats, 1)
+        values = decoded(self.tokens, self.center, self.dtype if dtype is None else dtype)
+        return with_repeated_heads(values, self.repeats, self.shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CachedTokens(shape={tuple(self.shape)}, format={self.tokens.codes.format}, dtype={self.dtype})"

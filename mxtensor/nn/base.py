@@ -154,11 +154,10 @@ class QuantizedModule(StatefulModule):
 
     def _shares_scales(self, shards: WeightShards, active: Active, first: bool | None) -> bool:
         """Whether the ranks cast their parts with the scales of the whole tensors."""
-        from ..distributed.shared_scale import shares_scales
 
         plain = not any(isinstance(shard, MXTensor) for shard in shards)
         alone = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or first is not None
-        return plain and not alone and shares_scales(active.linear_recipe)
+        return plain and not alone and active.linear_recipe.has_tensor_scales
 
     def _gathered(
         self, x: Tensor, shards: WeightShards, bias: Tensor | None, active: Active, first: bool | None,

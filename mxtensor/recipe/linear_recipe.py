@@ -169,6 +169,16 @@ class LinearRecipe:
         """The cast of the other operand of fprop; None keeps it in high precision (weight-only)."""
         return self.input.rowwise
 
+    @property
+    def has_tensor_scales(self) -> bool:
+        """Whether a cast takes a scale of the whole tensor from its amax in this step (NVFP4, float8 with current
+        scaling); False for delayed scaling, whose scales come from earlier steps."""
+        if self.delayed is not None:
+            return False
+        tensors = self.input, self.weight, self.grad
+        casts = [cast for casts in tensors for cast in (casts.rowwise, casts.columnwise) if cast is not None]
+        return any(cast.format.has_tensor_scale for cast in casts)
+
     def __reduce__(self) -> Any:
         """Unpickling calls the constructor, which enters ``key`` in the table of that process."""
         return type(self), tuple(getattr(self, f.name) for f in fields(self))

@@ -36,11 +36,7 @@ def layout_of(ends: Tensor, rows: int, linear_recipe: LinearRecipe) -> Groups:
 
 def has_own_scales(linear_recipe: LinearRecipe) -> bool:
     """Whether each matrix and each group gets a scale of its own, from its amax in this step."""
-    if linear_recipe.delayed is not None:
-        return False
-    tensors = linear_recipe.input, linear_recipe.weight, linear_recipe.grad
-    casts = [cast for casts in tensors for cast in (casts.rowwise, casts.columnwise) if cast is not None]
-    return any(cast.format.has_tensor_scale for cast in casts)
+    return linear_recipe.has_tensor_scales
 
 
 def copies_of(

@@ -15,7 +15,7 @@ from ..runtime.check import check_argument, check_device
 from ..runtime.recorded_op import recorded
 from .cuda_both import quantize_both, refuses, why_not
 from .triton_common import SOURCES
-from .triton_ops import fake_operands, tensors_of
+from .triton_ops import both_operands, fake_operands, tensors_of
 
 
 @custom_ops.define("mxtensor::cast_both")
@@ -37,10 +37,7 @@ def _(x, format, scaling):  # type: ignore[no-untyped-def]
 
 
 def _traced(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    tensors = cast_both_op(x.detach(), cast.format.name, cast.scaling.value)
-    rows, columns, global_scale = tensors[:2], tensors[2:4], tensors[4:]
-    rowwise = Operand.from_tensors([*rows, *global_scale], cast.format, x.shape)
-    return rowwise, Operand.from_tensors([*columns, *global_scale], cast.format, x.shape[::-1])
+    return both_operands(cast_both_op(x.detach(), cast.format.name, cast.scaling.value), cast, x.shape)
 
 
 # ---------------------------------------------------------------------------------------------- pairs of forms

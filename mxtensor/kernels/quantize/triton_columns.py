@@ -53,7 +53,7 @@ def _form(target: Target | None) -> str:
     return "" if target is None else "values" if target[1] is None else "codes"
 
 
-def encode_columns(x: Tensor, cast: Cast, rowwise: Target | None, columnwise: Target, swizzled: bool) -> Tensor | None:
+def encode_columns(x: Tensor, cast: Cast, rowwise: Target | None, columnwise: Target) -> Tensor | None:
     """Cast the columns of a matrix, and its rows, into their targets; returns the global scale or None."""
     code, seed = code_of(cast, x.device), seed_of(cast, x.device)
     forms = _form(rowwise), _form(columnwise)
@@ -71,14 +71,13 @@ def encode_columns(x: Tensor, cast: Cast, rowwise: Target | None, columnwise: Ta
             and forms[1] == "codes"
             and (words or forms[0] != "values")
         ):
-            _encode_words(x, code, forms[0], rowwise or (None, None), columnwise, swizzled)
+            _encode_words(x, code, forms[0], rowwise or (None, None), columnwise)
             return None
-    return _encode(x, cast, code, seed, forms, rowwise or (None, None), columnwise, swizzled)
+    return _encode(x, cast, code, seed, forms, rowwise or (None, None), columnwise)
 
 
 def _encode_words(
     x: Tensor, code: CastCode, form: str, rowwise: tuple[Tensor | None, Tensor | None], columnwise: Target,
-    swizzled: bool,
 ) -> None:  # fmt: skip
     """Float8 codes of the columns of a matrix of bfloat16 pairs whose number of rows is a multiple of four."""
     (rows, cols), (data, scale), (tdata, tscale) = x.shape, rowwise, columnwise
@@ -92,14 +91,14 @@ def _encode_words(
             x, data, scale, tdata, tscale, rows, words, x.stride(0) // 2, 0 if data is None else words,
             ceil_div(cols, code.block), ceil_div(rows, code.block), rows // 4,
         ),
-        (code, groups, wide, form, rows % high == 0 and words % wide == 0, swizzled),
+        (code, groups, wide, form, rows % high == 0 and words % wide == 0),
         warps,
     )  # fmt: skip
 
 
 def _encode(
     x: Tensor, cast: Cast, code: CastCode, seed: Tensor | None, forms: tuple[str, str],
-    rowwise: tuple[Tensor | None, Tensor | None], columnwise: Target, swizzled: bool,
+    rowwise: tuple[Tensor | None, Tensor | None], columnwise: Target,
 ) -> Tensor | None:  # fmt: skip
     """Any format from any dtype, one value at a time."""
     (rows, cols), (data, scale), (tdata, tscale) = x.shape, rowwise, columnwise
@@ -119,7 +118,7 @@ def _encode(
             0 if data is None else data.shape[-1], ceil_div(cols, block), tdata.shape[-1], ceil_div(rows, block),
             rows // 4,
         ),
-        (code, groups, wide, *forms, rows % high == 0 and cols % wide == 0, swizzled, rows % 4 == 0),
+        (code, groups, wide, *forms, rows % high == 0 and cols % wide == 0, rows % 4 == 0),
         warps,
     )  # fmt: skip
     return global_scale

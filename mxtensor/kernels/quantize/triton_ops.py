@@ -36,6 +36,13 @@ def tensors_of(operands: tuple[Operand, ...]) -> list[Tensor]:
     return components if global_scale is None else [*components, global_scale]
 
 
+def both_operands(tensors: list[Tensor], cast: Cast, shape: tuple[int, ...]) -> tuple[Operand, Operand]:
+    """The operands of a matrix of this shape and of its transpose, from ``tensors_of`` both."""
+    rows, columns, global_scale = tensors[:2], tensors[2:4], tensors[4:]
+    rowwise = Operand.from_tensors([*rows, *global_scale], cast.format, shape)
+    return rowwise, Operand.from_tensors([*columns, *global_scale], cast.format, shape[::-1])
+
+
 def fake_operands(x: Tensor, format: Format, shapes: list[tuple[int, ...]]) -> list[Tensor]:
     """The tensors of operands of these shapes, on the device of x, for fake tensors."""
     return tensors_of(tuple(Operand.empty(format, shape, x.device) for shape in shapes))
@@ -187,10 +194,7 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
 
 
 def _quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    tensors = quantize_both_op(x.detach(), *cast_arguments(cast))
-    rows, columns, global_scale = tensors[:2], tensors[2:4], tensors[4:]
-    rowwise = Operand.from_tensors([*rows, *global_scale], cast.format, x.shape)
-    return rowwise, Operand.from_tensors([*columns, *global_scale], cast.format, x.shape[::-1])
+    return both_operands(quantize_both_op(x.detach(), *cast_arguments(cast)), cast, x.shape)
 
 
 def _fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

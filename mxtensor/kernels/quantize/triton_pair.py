@@ -66,7 +66,7 @@ def pair(
     targets = _target(x, format, rowwise, shape, dtype), _target(x, format, columnwise, shape[::-1], dtype)
     assert targets[1] is not None
     with on(x.device):
-        global_scale = encode_columns(x, cast, targets[0], targets[1], False)
+        global_scale = encode_columns(x, cast, targets[0], targets[1])
     left = _side(targets[0], global_scale, format, shape, False)
     return left, _side(targets[1], global_scale, format, shape[::-1], True)
 

@@ -122,7 +122,7 @@ def quantize(x: Tensor, cast: Cast) -> Operand:
     components = empty(x, format, shape)
     with on(x.device):
         if is_transposed_matrix(x, format):
-            global_scale = encode_columns(x.t(), cast, None, components, False)
+            global_scale = encode_columns(x.t(), cast, None, components)
         elif _matrices(x, format):
             global_scale = None
             for matrix, data, scale in zip(*(t.flatten(0, -3) for t in (x, *components)), strict=True):
@@ -140,7 +140,7 @@ def quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
     transposed = (shape[1], shape[0])
     rowwise, columnwise = empty(x, format, shape), empty(x, format, transposed)
     with on(x.device):
-        global_scale = encode_columns(rows_of(x), cast, rowwise, columnwise, False)
+        global_scale = encode_columns(rows_of(x), cast, rowwise, columnwise)
     return operand_of(rowwise, global_scale, format, shape), operand_of(columnwise, global_scale, format, transposed)
 
 
@@ -165,7 +165,7 @@ def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Te
     if is_transposed_matrix(x, cast.format):
         transposed = torch.empty(x.t().shape, dtype=dtype, device=x.device)
         with on(x.device):
-            return transposed.t(), encode_columns(x.t(), cast, None, (transposed, None), False)
+            return transposed.t(), encode_columns(x.t(), cast, None, (transposed, None))
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     with on(x.device):
         if _matrices(x, cast.format):

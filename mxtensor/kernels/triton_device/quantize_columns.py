@@ -136,7 +136,7 @@ def quantize_columns(
     x_ptr, data_ptr, scale_ptr, tdata_ptr, tscale_ptr, amax_ptr, global_ptr, seed_ptr,
     rows, cols, stride, data_stride, scale_cols, tdata_stride, tscale_cols, words,
     C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr, SWIZZLED: tl.constexpr, WORDS: tl.constexpr,
+    EVEN: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Codes (cols, rows) and scales (cols, rows / block) of the columns of x, and the rowwise result that ROWS names.
 
@@ -185,7 +185,7 @@ def quantize_columns(
         stored, multiplier, value, finite = block_scales(amax, encode, C)
         if COLUMNS == "codes":
             block = (pid // tiles) * (W // G) + tl.arange(0, W // G)[:, None]
-            to = scale_offset(column, block, tscale_cols, SWIZZLED)
+            to = scale_offset(column, block, tscale_cols, False)
             inside = (column < cols) & (block < tscale_cols)
             store_tile(tscale_ptr + to, tl.reshape(tl.permute(stored, (1, 0, 2)), (W // G, BK)), inside, EVEN)
     if G > 1:
@@ -242,5 +242,5 @@ def quantize_columns(
         if ROWS == "codes":
             tile = tile_row + tl.arange(0, W * SPAN)[:, None]
             block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
-            to = scale_offset(tile, block, scale_cols, SWIZZLED)
+            to = scale_offset(tile, block, scale_cols, False)
             store_tile(scale_ptr + to, in_row_order(s0, s1, s2, s3), (tile < rows) & (block < scale_cols), EVEN)

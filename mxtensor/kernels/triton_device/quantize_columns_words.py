@@ -53,7 +53,6 @@ def quantize_columns_words(
     x_ptr, data_ptr, scale_ptr, tdata_ptr, tscale_ptr, rows, words, stride, data_stride, scale_cols, tscale_cols,
     fours,
     C: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-    SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """x (rows, words) int32, BK words to a program; ``stride`` is in words, ``data_stride`` in pairs of values.
 
@@ -90,7 +89,7 @@ def quantize_columns_words(
     stored = tl.reshape(tl.permute(tl.join(low_stored, high_stored), (1, 0, 2, 3)), (W // G, 2 * BK))
     block = down * (W // G) + tl.arange(0, W // G)[:, None]
     column = first * 2 + tl.arange(0, 2 * BK)[None, :]
-    to = scale_offset(column, block, tscale_cols, SWIZZLED)
+    to = scale_offset(column, block, tscale_cols, False)
     store_tile(tscale_ptr + to, stored, (column < 2 * words) & (block < tscale_cols), EVEN)
     if G > 1:
         low, high = over_spans(low, G), over_spans(high, G)
@@ -123,5 +122,5 @@ def quantize_columns_words(
         s3 = store_rows(w3, row + 3, col, row_ptr, there, across, data_stride, C, NB, EVEN)
         tile = tile_row + tl.arange(0, W * SPAN)[:, None]
         block = right * NB + tl.arange(0, NB)[None, :]
-        to = scale_offset(tile, block, scale_cols, SWIZZLED)
+        to = scale_offset(tile, block, scale_cols, False)
         store_tile(scale_ptr + to, in_row_order(s0, s1, s2, s3), (tile < rows) & (block < scale_cols), EVEN)
