@@ -175,11 +175,7 @@ def values(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 def operand(name: str) -> Operand:
     """4096x4096 values in a format."""
-    format, shape = get_format(name), (4096, 4096)
-    data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device="meta")
-    scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device="meta")
-    global_scale = torch.empty((), device="meta") if format.global_scale else None
-    return Operand(data, scale, global_scale, format, shape)
+    return Operand.empty(get_format(name), (4096, 4096), "meta")
 
 
 def quantize(name: str, dtype: torch.dtype, rows: int = 4096, cols: int = 4096, rounding: str = "nearest") -> None:

@@ -239,11 +239,7 @@ def pretend(monkeypatch, *capability):
 
 def fake(*shape, format):
     """An operand on a CUDA device that this machine lacks; call inside FakeTensorMode."""
-    format = get_format(format)
-    data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device="cuda")
-    scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device="cuda")
-    global_scale = torch.empty((), device="cuda") if format.global_scale else None
-    return Operand(data, scale, global_scale, format, shape)
+    return Operand.empty(get_format(format), shape, "cuda")
 
 
 def refusal(a, b, args=None):

@@ -179,11 +179,8 @@ def test_the_scales_of_a_weight_are_swizzled_once(pretend, stand_in, monkeypatch
 
 
 def fake(format, rows, cols):
-    format = mx.get_format(format)
-    data = torch.empty(format.data_shape((rows, cols)), dtype=format.element.dtype, device="cuda")
-    scale = torch.empty(format.scale_shape((rows, cols)), dtype=format.scale.dtype, device="cuda")
-    global_scale = torch.empty((), device="cuda") if format.global_scale else None
-    return Operand(data, scale, global_scale, format, (rows, cols))
+    """An operand on a CUDA device that this machine lacks; call inside FakeTensorMode."""
+    return Operand.empty(mx.get_format(format), (rows, cols), "cuda")
 
 
 @pytest.mark.parametrize("m, n, k", [*SHAPES, (256, 384, 1024), (0, 16, 32)])
