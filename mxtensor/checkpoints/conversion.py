@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,6 +126,15 @@ class _Casts:
             return value
         return self._quantized(name, value, recipe, side) if fits else value
 
+    def converted(self, name: str, value: Tensor) -> tuple[Tensor, float | None]:
+        """The tensor that is stored, and its relative error; None for a tensor that stays as it is."""
+        new = self.of(name, value)
+        if new is value:
+            return new, None
+        if not isinstance(value, MXTensor) and not value.sum(dtype=torch.float32).isfinite():  # one fast pass
+            self.report.not_finite += [] if value.isfinite().all() else [name]
+        return new, relative_error(value, new)
+
     def _quantized(self, name: str, value: Tensor, recipe: LinearRecipe, side: Orientation) -> Tensor:
         """``value`` in the format of ``recipe``, if it has another one. Raises TypeError that names it."""
         if isinstance(value, MXTensor):
@@ -223,46 +233,55 @@ def convert(
             moves = (before is not chosen or not chosen.static_scales) and before.config is not None
             rest = {name: entry for name, entry in entries.items() if not (moves and ends_in(name, STATIC))}
             report.dropped = [name for name in entries if name not in rest]
-
-            def work(name: str) -> tuple[Tensor, float | None]:
-                value = checkpoint.load(name, rest[name])
-                new = casts.of(name, value)
-                if new is value:
-                    return new, None
-                if not isinstance(value, MXTensor) and not value.sum(dtype=torch.float32).isfinite():  # one fast pass
-                    report.not_finite += [] if value.isfinite().all() else [name]
-                return new, relative_error(value, new)
-
             recipes.warn_of_unmatched(rest)
             recipes.heads = head_modules(known, rest, checkpoint.config) if include_head else set()
             casts.check_shapes(checkpoint, rest)
-            workers = 1 if any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in recipes.every) else None
-            quantized = False
-            with closing(in_order(work, list(rest), workers)) as results:
-                for name, (new, error) in with_bar(results, "converting", len(rest), progress):
-                    if error is None:
-                        report.exact.append(name)
-                    else:
-                        report.errors[name] = error
-                    if error is None and before is chosen and chosen.unchanged is not None:
-                        sink.add(*chosen.unchanged(checkpoint, name))
-                    else:
-                        store_tensor(sink, chosen, written, name, new)
-                    quantized |= isinstance(new, MXTensor)
-            for names in (report.stacks, report.left, report.not_finite, casts.unfit):
-                names.sort()
-            if report.not_finite:
-                warnings.warn(
-                    f"convert: {len(report.not_finite)} tensors hold NaN or Inf, such as {report.not_finite[0]}; what "
-                    "is quantized of their blocks is NaN or zeros",
-                    UserWarning,
-                    stacklevel=2,
-                )
+            quantized = _convert_tensors(checkpoint, rest, casts, sink, before, progress)
+            _warn_of_not_finite(report)
             if not quantized and (not chosen.one_file if format is None else not recipes.skips(rest)):
                 unfit = report.stacks + casts.unfit
                 raise_nothing_quantized(checkpoint.path, chosen, format is None, unfit, report.left)
             sink.finish(merged(checkpoint.config, config_files(chosen, written), checkpoint.path), checkpoint.path)
     return report
+
+
+def _convert_tensors(
+    checkpoint: Checkpoint, entries: Mapping[str, Entry], casts: _Casts, sink: Any, before: Layout, progress: bool
+) -> bool:
+    """Convert the tensors, one per thread, and store them in their order in ``sink``, which ``sink_of`` made. Returns
+    whether one of them is stored quantized."""
+    chosen, report = casts.layout, casts.report
+    stochastic = any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in casts.recipes.every)
+
+    def work(name: str) -> tuple[Tensor, float | None]:
+        return casts.converted(name, checkpoint.load(name, entries[name]))
+
+    quantized = False
+    with closing(in_order(work, list(entries), 1 if stochastic else None)) as results:
+        for name, (new, error) in with_bar(results, "converting", len(entries), progress):
+            if error is None:
+                report.exact.append(name)
+            else:
+                report.errors[name] = error
+            if error is None and before is chosen and chosen.unchanged is not None:
+                sink.add(*chosen.unchanged(checkpoint, name))
+            else:
+                store_tensor(sink, chosen, casts.written, name, new)
+            quantized |= isinstance(new, MXTensor)
+    for names in (report.stacks, report.left, report.not_finite, casts.unfit):
+        names.sort()  # threads have added to them in any order
+    return quantized
+
+
+def _warn_of_not_finite(report: Conversion) -> None:
+    """Warn of values that no format stores."""
+    if report.not_finite:
+        warnings.warn(
+            f"convert: {len(report.not_finite)} tensors hold NaN or Inf, such as {report.not_finite[0]}; what "
+            "is quantized of their blocks is NaN or zeros",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _warn_of_one_of_several(path: Path) -> None:

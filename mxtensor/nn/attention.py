@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,22 +141,8 @@ class MultiheadAttention(nn.Module):
         n, g, d = num_attention_heads, groups, self.kv_channels
         rows = {"query": n * d, "key": g * d, "value": g * d}
         self.projections = SELF[input_layernorm] if attention_type == "self" else CROSS[input_layernorm]
-        for attribute, names in self.projections.items():
-            each = {name: rows[name] for name in names}
-            normed = attribute.startswith("layernorm_")
-            layer: type[Any] = LayerNormLinear if normed else Linear
-            module = layer(
-                hidden_size,
-                sum(each.values()),
-                init_method=init_method,
-                parameters_split=None if self._is_fused(attribute) else each,
-                parallel_mode=split.mode,
-                name=f"{title}.{attribute}",
-                **common,
-                **(norm if normed else {}),
-            )
-            module.part_of = title
-            self.add_module(attribute, module)
+        of_input = {"init_method": init_method, "parallel_mode": split.mode, **common}
+        self._add_projections(title, hidden_size, rows, of_input, norm)
         of_heads = f"{title}: qk_norm_type", qk_norm_type, d, qk_norm_eps, device, params_dtype, split
         self.q_norm, self.k_norm = normalized_heads(*of_heads), normalized_heads(*of_heads)
         self.qk_norm_before_rope = qk_norm_before_rope
@@ -176,6 +162,26 @@ class MultiheadAttention(nn.Module):
         )
         self.proj.part_of = title
         self.register_load_state_dict_pre_hook(_from_torch_names)
+
+    def _add_projections(
+        self, title: str, hidden_size: int, rows: Mapping[str, int], options: dict[str, Any], norm: dict[str, Any]
+    ) -> None:
+        """The layers of ``self.projections`` as submodules. ``rows``: the output features of query, key and value;
+        ``norm``: options of the layers that begin with a norm, in addition to ``options``."""
+        for attribute, names in self.projections.items():
+            each = {name: rows[name] for name in names}
+            normed = attribute.startswith("layernorm_")
+            layer: type[Any] = LayerNormLinear if normed else Linear
+            module = layer(
+                hidden_size,
+                sum(each.values()),
+                parameters_split=None if self._is_fused(attribute) else each,
+                name=f"{title}.{attribute}",
+                **options,
+                **(norm if normed else {}),
+            )
+            module.part_of = title
+            self.add_module(attribute, module)
 
     def split_by_style(self, style: Any, mode: str, mesh: Any) -> Any:
         """Called by the styles of ``mx.parallel``: raises NotImplementedError."""

@@ -92,21 +92,12 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swiz
             device_code("quantize.quantize_rows"),
             ceil_div(rows, high) * ceil_div(cols, wide),
             (
-                x,
-                out,
-                scale,
-                amax,
-                global_scale,
-                seed,
-                rows,
-                cols,
-                stride,
-                data_stride,
+                x, out, scale, amax, global_scale, seed, rows, cols, stride, data_stride,
                 ceil_div(cols, max(code.block, 1)),
             ),
             (code, high, wide, rows % high == 0 and cols % wide == 0, swizzled, values),
             warps,
-        )
+        )  # fmt: skip
     return global_scale
 
 
