@@ -21,7 +21,10 @@ MAX_PLANS = 4096
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """The kernel that a call runs, and why the faster kernels before it refuse."""
+    """The kernel that a call runs, and why the faster kernels before it refuse.
+
+    ``mx.Plan``, a format for each weight of a model, is another class (``convert/format_plan.py``).
+    """
 
     spec: Spec
     kernel: Kernel | None

@@ -1,4 +1,7 @@
-"""Choosing a kernel: the first of a tuple that accepts, unless ``kernels()`` or a recipe names one."""
+"""Choosing a kernel: the first of a tuple that accepts, unless ``kernels()`` or a recipe names one.
+
+``decide`` asks the kernels, ``plan_for`` caches the answer, ``perform`` logs it and runs the kernel.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Above the tensor: one rule per aten op. Importing this package fills OP_TABLE and FUNCTION_TABLE."""
+"""One rule for each aten op or torch function of an MXTensor. Importing this package fills OP_TABLE and FUNCTION_TABLE.
+
+Start with ``functional.py`` (``F.linear``, before torch decomposes it), ``matmul.py`` (products) and ``fallback.py``
+(ops without a rule). ``layout.py`` maps dimensions of the outer tensor to those of its operands.
+"""
 
 from ..ops import (
     attention,

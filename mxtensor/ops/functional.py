@@ -79,6 +79,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None
+    # A device whose kernels can prepare a launch (CUDA): look for the launch of an earlier call of this kind.
     if operand is not None and select.has_launches(input.device) and not is_observed():
         added = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, layout(bias))
         captured = input.numel() > FEW_ROWS * input.shape[-1] and is_captured(input)
@@ -91,6 +92,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
                 return launch.product(input, operand, bias, work)
             return launch(input)  # type: ignore[no-any-return]
         key = key if plan is None else None
+    # The general way, which is also the first call of a kind; ``_prepare`` stores a launch for the next one.
     product: Tensor = linear_rule(aten.linear.default, (input, weight, bias), {})
     if key is not None:
         _prepare(key, input, weight, bias)

@@ -312,7 +312,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = FUNCTION_TABLE.get(func)
+        rule = FUNCTION_TABLE.get(func)  # few have one; the others become aten ops, and reach __torch_dispatch__
         if func is not torch.nn.functional.linear:  # whose rule checks it where that takes no time
             refuse_jit_trace("an MXTensor")
         with disable_subclass_torch_function():
@@ -322,10 +322,10 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        rule = OP_TABLE.get(func)
+        rule = OP_TABLE.get(func)  # ``ops/``: one function for each aten op
         if rule is None and func._can_decompose():
             return func.decompose(*args, **(kwargs or {}))  # inference mode does not decompose composite ops
-        return (rule or FALLBACK[0])(func, args, kwargs or {})
+        return (rule or FALLBACK[0])(func, args, kwargs or {})  # the fallback of ``ops/fallback.py`` dequantizes
 
     def share_memory_(self) -> MXTensor:
         """Move codes and scales to shared memory (torch's own method needs a storage, which a wrapper lacks)."""

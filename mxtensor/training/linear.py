@@ -203,7 +203,7 @@ def _accumulated(
     return cached_in_block(weight, options.linear_recipe, kind, (x, bias), make)
 
 
-class _Call(NamedTuple):
+class _BackwardInfo(NamedTuple):
     """What the backward pass of a layer gets beside its saved tensors."""
 
     operands: SavedOperands
@@ -244,7 +244,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *(() if ends is None else (ends,)))
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
         inputs = Inputs(needs, tuple(x.shape), dtypes, stacked)
-        ctx.call = _Call(operands, inputs, options, scales, layer, ends is not None, graph_weight)
+        ctx.info = _BackwardInfo(operands, inputs, options, scales, layer, ends is not None, graph_weight)
         ctx.dispatch_context = dispatch_context()
         return y
 
@@ -261,7 +261,7 @@ class _Linear(torch.autograd.Function):
         _refuse_transforms(grad)
         tensors = ctx.saved_tensors  # a checkpoint recomputes the layer here
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
-            operands, inputs, options, scales, layer, has_ends, graph_weight = ctx.call
+            operands, inputs, options, scales, layer, has_ends, graph_weight = ctx.info
             if graph_weight is not None:
                 found = graph_ops.backward(grad, tensors, operands, inputs, options, graph_weight)
             else:
