@@ -79,7 +79,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None
-    # A device whose kernels can prepare a launch (CUDA): look for the launch of an earlier call of this kind.
+    # Where a kernel can prepare launches: look for that of an earlier call of this kind.
     if operand is not None and select.has_launches(input.device) and not is_observed():
         added = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, layout(bias))
         captured = input.numel() > FEW_ROWS * input.shape[-1] and is_captured(input)
