@@ -66,7 +66,7 @@ def decide(candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: s
 def plan_for(
     candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None, facts: Hashable = None
 ) -> Plan:
-    """The plan of a call, from the cache if it may be; nothing is logged.
+    """The plan of a call, cached if ``facts`` are given; nothing is logged.
 
     ``facts``: all that the refusals look at beside the spec. With them the plan is cached, unless the call is traced.
     ``prefer``: the kernel that a recipe names; an enclosing ``kernels()`` overrides it.
@@ -82,7 +82,7 @@ def plan_for(
 
 
 def forget_decisions() -> None:
-    """Decide anew about every kind of call, after what kernels look at has changed."""
+    """Drop all plans, after a change of something that refusals depend on, such as a table of launch configs."""
     PLANS.clear()
 
 

@@ -158,7 +158,7 @@ def _check_memory(format: Format, tensors: Mapping[str, Tensor | None], no_overl
 
 
 def check_operand(what: str, operand: Any, no_overlap: bool) -> Operand:
-    """``check_components`` of an operand that somebody else made."""
+    """``check_components`` of the tensors of an operand."""
     if not isinstance(operand, Operand):
         raise TypeError(f"{what} must be an Operand or None, got {_short(operand)}")
     if not isinstance(operand.format, Format):

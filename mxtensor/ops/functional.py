@@ -52,9 +52,11 @@ def _runs_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def launch_key(x: Tensor, weight: MXTensor, operand: Operand, *more: Hashable) -> Hashable:
-    """All that a launch holds of its tensors, their addresses included; ``more``: of others than these.
+    """The key of a plan with a launch: all that the launch depends on, addresses included. ``more``: the same of other
+    tensors, such as the bias.
 
-    A tensor that got the memory of another one finds that one's plan only if all of this is equal: then it is right.
+    If the memory of a weight is freed and another weight gets it, the other one finds this plan only if all of this is
+    equal. The launch is then right for it too.
     """
     global_scale = operand.global_scale
     return (

@@ -104,7 +104,7 @@ def assemble(
 def with_operands(
     w: MXTensor, make: Callable[[Operand, list[int]], Operand | None], size: tuple[int, ...], stride: tuple[int, ...]
 ) -> MXTensor | None:
-    """``w`` with ``make(operand, its dimension order)`` in the place of each operand, without those for which it is
+    """``w`` with each operand replaced by ``make(operand, its dimension order)``, without those for which it is
     None; None if no operand is left."""
     found = {is_columnwise(dims): make(operand, dims) for operand, dims in sides(w)}
     return assemble(w, found.get(False), found.get(True), size, stride)

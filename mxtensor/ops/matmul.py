@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 class Side:
-    """One side of a product: the tensor given, and how it enters, as (..., rows, contracted).
+    """One side of a product: a tensor, and how it is contracted.
 
     ``transposed``: the contracted dimension is the one before the last, as on the right of ``mm``. ``operand``: the
     copy blocked along the contraction, which is what products can use; None if there is none.
@@ -59,9 +59,9 @@ def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOp
             "one of them with orientation='both', or call .dequantize() on it"
         )
     if b is not None and left.mx is None:
-        return _cast(left, right), b
+        return _activation(left, right), b
     if a is not None and right.mx is None:
-        return a, _cast(right, left)
+        return a, _activation(right, left)
     for side in (left, right):
         if side.mx is not None and side.operand is None:
             reason = f"is stored {side.mx.orientation.label}, not blocked along the contraction"
@@ -69,8 +69,9 @@ def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOp
     return a if a is not None else left.plain(), b if b is not None else right.plain()
 
 
-def _cast(side: Side, weight: Side) -> GemmOperand:
-    """A plain operand as the weight's recipe wants it."""
+def _activation(side: Side, weight: Side) -> GemmOperand:
+    """The plain operand beside a quantized one: with the cast of the weight's recipe, which the kernel carries out, or
+    as it is (weight-only)."""
     assert weight.mx is not None
     cast = weight.mx.recipe.activation
     return side.plain() if cast is None else Unquantized(side.plain(), cast)

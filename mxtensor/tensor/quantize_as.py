@@ -1,4 +1,4 @@
-"""``quantize_as``: a plain tensor becomes an MXTensor that carries a recipe which somebody else has decided on."""
+"""``quantize_as``: a plain tensor becomes an MXTensor that carries a given recipe."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _of_batches(a: Tensor, b: Tensor, is_weight: IsWeight, broadcasts: bool) -> 
 
 
 def _as_batch(x: Tensor, size: int, broadcasts: bool) -> Tensor | None:
-    """x as a batch of so many matrices; None if it is none."""
+    """x as a batch of ``size`` matrices; None if it cannot be one."""
     if x.dim() == 3 and x.shape[0] == size:
         return x
     if broadcasts and (x.dim() == 2 or (x.dim() == 3 and x.shape[0] == 1)):

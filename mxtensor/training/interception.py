@@ -35,7 +35,7 @@ from .training_weight import WEIGHT_FUNCTIONS, TrainingWeight, values_of
 
 
 def _call(func: Any, args: Any, kwargs: Any, is_weight: IsWeight, is_transposed_weight: IsWeight) -> Call | None:
-    """The call as a layer of one weight; None if the tensor in its place is none, or if (K, N) is not a weight."""
+    """The call as a layer of one weight. None if its second matrix is not a weight, or (K, N) and not a parameter."""
     reader = CALLS.get(func)
     call = None if reader is None else reader(*args, **kwargs)
     if call is None or not isinstance(call.weight, Tensor):

@@ -93,12 +93,12 @@ def columnwise_source(x: Tensor, casts: TensorCasts, rowwise: GemmOperand | None
 
 
 def standing_for(x: Tensor, cast: Cast | None) -> GemmOperand:
-    """An operand before its cast, for the question which kernel will run."""
+    """An operand before its cast, to find out which kernel will run."""
     return x if cast is None else Unquantized(x, cast)
 
 
 def of_shape(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A plain tensor of this shape with the memory of one value, for the question which kernel will run."""
+    """A plain tensor of this shape with the memory of one value, to find out which kernel will run."""
     return like.new_empty((1,) * len(shape), dtype=dtype).expand(shape)
 
 
@@ -143,8 +143,7 @@ def is_gathered(weight: Tensor) -> bool:
 
 
 def dgrad_weight(weight: Tensor, linear_recipe: LinearRecipe, x: Tensor, columnwise: Operand | None) -> GemmOperand:
-    """The operand that dgrad takes of a quantized weight, for the question which kernel will run; x: any tensor on its
-    device."""
+    """The operand of a quantized weight in dgrad, to find out which kernel will run; x: any tensor on its device."""
     if columnwise is not None:
         return columnwise
     values = of_shape((weight.shape[1], weight.shape[0]), weight.dtype, x)

@@ -232,7 +232,7 @@ def _weight_wants(
 
 
 def _columns_like(rows: Tensor, groups: Groups | None) -> Tensor:
-    """A tensor with the shape of the columnwise copy of ``rows``, for the question which kernel will run."""
+    """A tensor with the shape of the columnwise copy of ``rows``, to find out which kernel will run."""
     return rows.mT if groups is None else of_shape((rows.shape[-1], groups.length), rows.dtype, rows)
 
 

@@ -9,7 +9,7 @@ with:
 - ``fp8_rows*.py``: MX operands as E4M3 with one scale per row (``row_operand.py``), for FP8 tensor cores.
 - ``cpu_codes.py`` and ``cpu_library.py``: C++ that reads codes.
 - ``dequant.py``, ``cublas.py``, ``plain.py``: decoded values in bfloat16.
-- ``scaled_rows.py``, ``group_scales.py``: global scales per row or per group, for any kernel.
+- ``row_global_scales.py``, ``group_scales.py``: global scales per row or per group, for any kernel.
 
 Few rows run in ``kernels/small_m/``.
 """

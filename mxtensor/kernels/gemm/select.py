@@ -27,7 +27,7 @@ from ..gemm import (
 )
 from ..small_m import kernel as small_m
 from .fp8_rows_by_codes import wants_rows
-from .scaled_rows import has_scales_apart, is_row_scaled, with_row_scales, without_row_scales
+from .row_global_scales import has_row_global_scales, scales_the_result, times_global_scales, without_global_scales
 from .spec import Form, GemmArgs, GemmOperand, data_of, facts_of, format_of, has_group_scales, without_lazy_signs
 
 GEMM: tuple[Kernel, ...] = (
@@ -81,16 +81,16 @@ def gemm(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | 
         raise ValueError(
             f"{op}: the contracted dimensions differ: {left} has {left[-1]} columns, the other operand {right[-1]} rows"
         )
-    if has_scales_apart(a) or has_scales_apart(b):
-        apart = without_row_scales(a, b, args)
-        return with_row_scales(gemm(op, apart.a, apart.b, apart.args, prefer), apart.scales, args)
+    if scales_the_result(a) or scales_the_result(b):
+        unscaled = without_global_scales(a, b, args)
+        return times_global_scales(gemm(op, unscaled.a, unscaled.b, unscaled.args, prefer), unscaled.scales, args)
     return perform(GEMM, spec, a, b, args, prefer=prefer, facts=facts_of(a, b, args))  # type: ignore[no-any-return]
 
 
 def plan_of(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None) -> Plan:
     """The plan by which ``gemm`` would run; nothing is logged."""
-    if is_row_scaled(a) or is_row_scaled(b):
-        a, b, args, _ = without_row_scales(a, b, args, casts=False)
+    if has_row_global_scales(a) or has_row_global_scales(b):
+        a, b, args, _ = without_global_scales(a, b, args, casts=False)
     return plan_for(GEMM, _spec(op, a, b, args), a, b, args, prefer=prefer, facts=facts_of(a, b, args))
 
 
@@ -99,8 +99,8 @@ def wanted_form(
 ) -> Form | torch.dtype:
     """The form in which the kernel for this product wants operands that are cast for it: the dtype of their values,
     codes, or codes under the scales of rows."""
-    if is_row_scaled(a) or is_row_scaled(b):
-        a, b, args, _ = without_row_scales(a, b, args, casts=False)
+    if has_row_global_scales(a) or has_row_global_scales(b):
+        a, b, args, _ = without_global_scales(a, b, args, casts=False)
     kernel = plan_of(op, a, b, args, prefer).kernel
     if kernel is fp8_rows.KERNEL and wants_rows(a, b):
         return Form.ROWS
@@ -128,9 +128,11 @@ def grouped_gemm(
     a, b, args = without_lazy_signs(a, b, args)
     spec = _spec(op, a, b, args)
     _check_devices(op, spec.device, data_of(a), args.bias, ends)
-    if is_row_scaled(a) and not (has_group_scales(a) and has_group_scales(b)):
-        apart = without_row_scales(a, b, args)
-        return with_row_scales(grouped_gemm(op, apart.a, apart.b, ends, apart.args, prefer), apart.scales, args)
+    if has_row_global_scales(a) and not (has_group_scales(a) and has_group_scales(b)):
+        unscaled = without_global_scales(a, b, args)
+        return times_global_scales(
+            grouped_gemm(op, unscaled.a, unscaled.b, ends, unscaled.args, prefer), unscaled.scales, args
+        )
     return perform(GROUPED, spec, a, b, ends, args, prefer=prefer, facts=_group_facts(a, b, args))  # type: ignore[no-any-return]
 
 
@@ -144,8 +146,8 @@ def grouped_plan_of(
     op: str, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs, prefer: str | None = None
 ) -> Plan:
     """The plan by which ``grouped_gemm`` would run; nothing is logged."""
-    if is_row_scaled(a):
-        a, b, args, _ = without_row_scales(a, b, args, casts=False)
+    if has_row_global_scales(a):
+        a, b, args, _ = without_global_scales(a, b, args, casts=False)
     return plan_for(GROUPED, _spec(op, a, b, args), a, b, ends, args, prefer=prefer, facts=_group_facts(a, b, args))
 
 

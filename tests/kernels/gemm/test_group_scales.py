@@ -6,7 +6,7 @@ import torch
 import mxtensor as mx
 from mxtensor.kernels.gemm import dequant, emulated, fp8_rows_groups, fp8_rows_groups_mm, group_scales
 from mxtensor.kernels.gemm.fp8_rows_groups_costs import Tile
-from mxtensor.kernels.gemm.scaled_rows import with_row_scales, without_row_scales
+from mxtensor.kernels.gemm.row_global_scales import times_global_scales, without_global_scales
 from mxtensor.kernels.gemm.select import gemm
 from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, has_group_scales
 from mxtensor.numerics.formats import get_format
@@ -89,6 +89,8 @@ def test_matrices_of_a_stack_are_multiplied_by_their_scales(where):
     assert [entry.kernel for entry in log.entries] == ["emulated"]
     expected = {"left": scale, "right": 0.5 * scale, "both": 0.5 * scale * scale}[where]
     assert relative_error(y, expected * (a.float() @ b.float().mT)) < 1e-6
-    apart = without_row_scales(left, right, GemmArgs(FP32))
-    product = torch.matmul(*(t.values if isinstance(t, FakeQuantized) else t for t in (apart.a, apart.b.mT))).float()
-    assert relative_error(with_row_scales(product, apart.scales, GemmArgs(FP32)), y) < 1e-2
+    unscaled = without_global_scales(left, right, GemmArgs(FP32))
+    product = torch.matmul(
+        *(t.values if isinstance(t, FakeQuantized) else t for t in (unscaled.a, unscaled.b.mT))
+    ).float()
+    assert relative_error(times_global_scales(product, unscaled.scales, GemmArgs(FP32)), y) < 1e-2

@@ -5,7 +5,7 @@ import torch
 
 from mxtensor.core import recording
 from mxtensor.core.kernel import Spec
-from mxtensor.kernels.gemm.scaled_rows import with_row_scales
+from mxtensor.kernels.gemm.row_global_scales import times_global_scales
 from mxtensor.kernels.gemm.spec import GemmArgs
 from mxtensor.kernels.quantize import cpu_nvfp4
 from mxtensor.kernels.quantize.select import quantize_operand
@@ -95,7 +95,7 @@ def test_the_definition_can_be_recorded_as_on_a_gpu(cast, monkeypatch):
         args = GemmArgs(torch.float32)
         return [
             *operand.tensors,
-            *((with_row_scales(x @ x.t(), [operand.global_scale], args),) * cast.format.row_scaled),
+            *((times_global_scales(x @ x.t(), [operand.global_scale], args),) * cast.format.row_scaled),
         ]
 
     x, y = torch.randn(2, 33, 48).unbind()

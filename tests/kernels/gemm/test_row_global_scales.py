@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm.scaled_rows import is_row_scaled, without_row_scales
+from mxtensor.kernels.gemm.row_global_scales import has_row_global_scales, without_global_scales
 from mxtensor.kernels.gemm.select import gemm, grouped_gemm, plan_of, wanted_form
 from mxtensor.kernels.gemm.spec import FakeQuantized, Form, GemmArgs, Unquantized
 from mxtensor.kernels.quantize.select import fake_quantize, quantize_operand
@@ -77,10 +77,10 @@ def test_groups_of_rows():
 def test_the_plan_is_that_of_the_product_without_the_scales():
     x, w = sides(24, 64)
     a, b, args = Unquantized(x, ROWS), quantize_operand(w, WEIGHT), GemmArgs(torch.bfloat16)
-    assert is_row_scaled(a) and not is_row_scaled(b) and not is_row_scaled(x)
-    apart = without_row_scales(a, b, args)
-    assert apart.args.out_dtype is torch.float32 and [tuple(s.shape) for s in apart.scales] == [(24, 1)]
-    assert apart.a.format.name == "nvfp4_single_level" and apart.b is b
+    assert has_row_global_scales(a) and not has_row_global_scales(b) and not has_row_global_scales(x)
+    unscaled = without_global_scales(a, b, args)
+    assert unscaled.args.out_dtype is torch.float32 and [tuple(s.shape) for s in unscaled.scales] == [(24, 1)]
+    assert unscaled.a.format.name == "nvfp4_single_level" and unscaled.b is b
     assert plan_of("mm", a, b, args).kernel.name == "emulated"
     assert wanted_form("mm", a, b, args) in (torch.float32, Form.CODES)
 
