@@ -269,7 +269,7 @@ def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) ->
         right, _ = _values(b)
         return zero_after(torch._grouped_mm(left, right.transpose(-1, -2), offs=ends), ends)
     if is_traced(left, data_of(b), ends):
-        return plain.rows(left, _values(b)[0], ends, args)
+        return plain.grouped_mm(left, _values(b)[0], ends, args)
     if isinstance(b, Unquantized):
         b = FakeQuantized(_values(b)[0], None, b.format)
     assert not isinstance(b, RowOperand)
@@ -299,7 +299,7 @@ def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) ->
     left, right = _values(a)[0], _values(b)[0]
     if left.device.type == "cuda":  # the padding of a group is zeros, and every group has some rows
         return torch._grouped_mm(left, right.transpose(-1, -2), offs=groups.padded_ends)
-    return plain.columns(left, right, groups.padded_ends, args)
+    return plain.grouped_wgrad(left, right, groups.padded_ends, args)
 
 
 KERNEL = Kernel("dequant", refuses, run)

@@ -46,7 +46,7 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     compute = values_dtype(args)
-    return plain.rows(values(a, compute), values(b, compute), ends, args)
+    return plain.grouped_mm(values(a, compute), values(b, compute), ends, args)
 
 
 def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> str | None:
@@ -55,7 +55,7 @@ def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, ar
 
 def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
     compute = values_dtype(args)
-    return plain.columns(values(a, compute), values(b, compute), groups.padded_ends, args)
+    return plain.grouped_wgrad(values(a, compute), values(b, compute), groups.padded_ends, args)
 
 
 KERNEL = Kernel("emulated", refuses, run)

@@ -1,4 +1,4 @@
-"""Products of plain values: of matrices, and group by group.
+"""Products of plain values: of matrices, of rows in groups (grouped mm), and of the columns of groups (grouped wgrad).
 
 The host reads the ends of the groups. A traced graph has no values to read, so that it holds these products as ops.
 """
@@ -37,8 +37,8 @@ def _pieces(ends: Tensor) -> Iterator[tuple[int, int, int]]:
         yield i, start, end
 
 
-def rows_loop(left: Tensor, right: Tensor, ends: Tensor, args: GemmArgs) -> Tensor:
-    """left (M, K) by right (G, N, K): each group of rows times its matrix; zeros after the last group."""
+def grouped_mm_loop(left: Tensor, right: Tensor, ends: Tensor, args: GemmArgs) -> Tensor:
+    """left (M, K) by right (G, N, K): (M, N), each group of rows times its matrix; zeros after the last group."""
     out = left.new_zeros(left.shape[0], right.shape[1], dtype=args.out_dtype)
     for i, start, end in _pieces(ends):
         if start < end:
@@ -46,7 +46,7 @@ def rows_loop(left: Tensor, right: Tensor, ends: Tensor, args: GemmArgs) -> Tens
     return out
 
 
-def columns_loop(left: Tensor, right: Tensor, padded_ends: Tensor, args: GemmArgs) -> Tensor:
+def grouped_wgrad_loop(left: Tensor, right: Tensor, padded_ends: Tensor, args: GemmArgs) -> Tensor:
     """left (N, P) by right (K, P): (G, N, K), the product over the columns of each group.
 
     Padding is multiplied too: it is zeros, unless groups of 16 values were rotated.
@@ -63,20 +63,20 @@ def why_not_traced(args: GemmArgs) -> str | None:
     return None if plain else "a traced product of groups takes no alpha and no bias"
 
 
-def rows(left: Tensor, right: Tensor, ends: Tensor, args: GemmArgs) -> Tensor:
-    """``rows_loop``, as one op if it is traced."""
+def grouped_mm(left: Tensor, right: Tensor, ends: Tensor, args: GemmArgs) -> Tensor:
+    """``grouped_mm_loop``, as one op if it is traced."""
     if is_traced(left, right, ends) and 0 not in (*left.shape, *right.shape):
         out: Tensor = grouped_rows(left, right, ends, args.out_dtype)
         return out
-    return rows_loop(left, right, ends, args)
+    return grouped_mm_loop(left, right, ends, args)
 
 
-def columns(left: Tensor, right: Tensor, padded_ends: Tensor, args: GemmArgs) -> Tensor:
-    """``columns_loop``, as one op if it is traced."""
+def grouped_wgrad(left: Tensor, right: Tensor, padded_ends: Tensor, args: GemmArgs) -> Tensor:
+    """``grouped_wgrad_loop``, as one op if it is traced."""
     if is_traced(left, right, padded_ends) and 0 not in (*left.shape, *right.shape):
         out: Tensor = grouped_columns(left, right, padded_ends, args.out_dtype)
         return out
-    return columns_loop(left, right, padded_ends, args)
+    return grouped_wgrad_loop(left, right, padded_ends, args)
 
 
 # ---------------------------------------------------------------------------------------------- ops
@@ -94,9 +94,9 @@ def _check(op: str, left: Tensor, right: Tensor, ends: Tensor, groups: int) -> N
 
 @custom_ops.define("mxtensor::grouped_rows")
 def grouped_rows(left: Tensor, right: Tensor, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """``rows_loop`` of checked arguments."""
+    """``grouped_mm_loop`` of checked arguments."""
     _check("mxtensor::grouped_rows", left, right, ends, right.shape[0])
-    return rows_loop(left, right, ends, GemmArgs(out_dtype))
+    return grouped_mm_loop(left, right, ends, GemmArgs(out_dtype))
 
 
 @custom_ops.fake_of(grouped_rows)
@@ -106,9 +106,9 @@ def _(left, right, ends, out_dtype):  # type: ignore[no-untyped-def]
 
 @custom_ops.define("mxtensor::grouped_columns")
 def grouped_columns(left: Tensor, right: Tensor, padded_ends: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """``columns_loop`` of checked arguments."""
+    """``grouped_wgrad_loop`` of checked arguments."""
     _check("mxtensor::grouped_columns", left, right, padded_ends, padded_ends.shape[0])
-    return columns_loop(left, right, padded_ends, GemmArgs(out_dtype))
+    return grouped_wgrad_loop(left, right, padded_ends, GemmArgs(out_dtype))
 
 
 @custom_ops.fake_of(grouped_columns)

@@ -14,13 +14,13 @@ FP32, BF16 = torch.float32, torch.bfloat16
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_groups_of_rows_meet_their_matrix(dtype):
     x, w = torch.randn(12, 8, dtype=dtype), torch.randn(3, 5, 8, dtype=dtype)
-    y = plain.rows(x, w, ENDS, GemmArgs(dtype))
+    y = plain.grouped_mm(x, w, ENDS, GemmArgs(dtype))
     assert torch.equal(y[:3], x[:3] @ w[0].t()) and torch.equal(y[3:10], x[3:10] @ w[2].t()) and not y[10:].any()
 
 
 def test_groups_of_columns_give_a_matrix_each():
     a, b = torch.randn(4, 12), torch.randn(6, 12)
-    y = plain.columns(a, b, ENDS, GemmArgs(FP32))
+    y = plain.grouped_wgrad(a, b, ENDS, GemmArgs(FP32))
     assert torch.equal(y[0], a[:, :3] @ b[:, :3].t()) and torch.equal(y[2], a[:, 3:10] @ b[:, 3:10].t())
     assert y.shape == (3, 4, 6) and not y[1].any()
 
