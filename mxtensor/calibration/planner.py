@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,22 +75,7 @@ def plan(
     check_values("plan", changes.values())
     batches = batches_of("plan", data)
     layers = {layer: fqn for fqn, change in changes.items() if (layer := calibrated(change)) is not None}
-    own: dict[str, dict[str, float]] = {}
-    sizes: dict[str, dict[str, int]] = {}
-
-    def candidates_of(change: Change) -> dict[str, Candidate]:
-        """The weight in all formats. Its own error and its bytes are noted."""
-        weight, found = values_of(weight_of(change)).detach().float(), {}
-        own[change.fqn], sizes[change.fqn] = {}, {}
-        norm = float(weight.square().sum()) or 1.0
-        for format, of_format in by_format.items():
-            stored = _quantized(of_format[change.fqn])
-            values = stored.dequantize(torch.float32)
-            found[format] = Candidate(oriented(values, change.orientation), stored.recipe.activation)
-            own[change.fqn][format] = float((values - weight).square().sum()) / norm
-            sizes[change.fqn][format] = stored.nbytes
-        return found
-
+    tried = _Tried(by_format)
     with ExitStack() as mode:
         if measure != "layer":
             _allow_gradients(model, mode)
@@ -98,7 +84,7 @@ def plan(
         unseen = dict.fromkeys(stream.without_input)
         fqns = [layers[layer] for layer in unseen]
         warn_of_layers_without_input("plan", fqns, len(layers), "have errors that are estimated from their values")
-        sensitivity = Sensitivity(stream, list(layers), lambda layer: candidates_of(changes[layers[layer]]))
+        sensitivity = Sensitivity(stream, list(layers), lambda layer: tried.candidates_of(changes[layers[layer]]))
         device = weight_of(next(iter(changes.values()))).device
         generator = torch.Generator(device).manual_seed(seed)
         found = sensitivity.of_layers() if measure == "layer" else sensitivity.of_model(measure, generator)
@@ -106,10 +92,34 @@ def plan(
         warn_of_layers_without_gradient([layers[m] for m in layers if m not in found and m not in unseen], len(layers))
     errors = {fqn: dict(found[layer]) for layer, fqn in layers.items() if layer in found}
     for fqn, change in changes.items():
-        if fqn not in own:
-            candidates_of(change)
-    weights = _weights(changes, sizes, errors, own, measure)
+        if fqn not in tried.errors:
+            tried.candidates_of(change)
+    weights = _weights(changes, tried.sizes, errors, tried.errors, measure)
     return planned_for(weights, bits, measure)
+
+
+@dataclass
+class _Tried:
+    """Weights in every format, one after the other, and what is noted of each: weight -> format -> number."""
+
+    by_format: dict[str, dict[str, Change]]
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The squared error of the values, relative to the weight."""
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Bytes of codes and scales."""
+
+    def candidates_of(self, change: Change) -> dict[str, Candidate]:
+        """The weight in all formats. Its errors and sizes are noted."""
+        weight, found = values_of(weight_of(change)).detach().float(), {}
+        errors, sizes = self.errors.setdefault(change.fqn, {}), self.sizes.setdefault(change.fqn, {})
+        norm = float(weight.square().sum()) or 1.0
+        for format, of_format in self.by_format.items():
+            stored = _quantized(of_format[change.fqn])
+            values = stored.dequantize(torch.float32)
+            found[format] = Candidate(oriented(values, change.orientation), stored.recipe.activation)
+            errors[format] = float((values - weight).square().sum()) / norm
+            sizes[format] = stored.nbytes
+        return found
 
 
 def _allow_gradients(model: nn.Module, mode: ExitStack) -> None:
