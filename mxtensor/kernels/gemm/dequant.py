@@ -159,7 +159,7 @@ def _whole(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
 
 
 def _in_float32(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
-    """``a @ b`` with the accumulator in float32, then the bias; CUDA only, from torch 2.8."""
+    """``a @ b`` with a float32 result (``out_dtype``, CUDA only), then the bias."""
     if b.dim() == 2:
         out = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=torch.float32)
         return finish(out.view(*a.shape[:-1], b.shape[1]), args)

@@ -1,4 +1,4 @@
-"""Elements of fewer than 8 bits as row-scaled E4M3: a value is rounded and moved under its row, without a code between.
+"""Elements of fewer than 8 bits as row-scaled E4M3: a value is rounded, and scaled for its row, without a code between.
 
 A word has two bfloat16 values. Each is rounded to a value of its element, which bfloat16 represents, and multiplied by
 a power of two; E4M3 has the product or rounds it. Blocks that are not finite give any codes: the scales of their rows

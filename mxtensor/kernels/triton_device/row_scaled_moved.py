@@ -1,4 +1,7 @@
-"""Codes under the exponent of their row or column, several in a word: ``row_scaled_both`` casts and moves at once."""
+"""Moves 8-bit codes from the scale of their block to that of their row or column, several codes in an int32 word.
+
+``row_scaled_both`` casts values to E4M3 or E5M2 codes and moves these, in one kernel.
+"""
 
 import triton
 import triton.language as tl
