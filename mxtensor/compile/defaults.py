@@ -1,5 +1,7 @@
-"""What every compiled graph with quantized products gets, under any mode: products of one input become one launch; on
-a GPU kernels may start early; attention of few queries becomes one op; on a CPU generated code checks no tensor twice.
+"""What every compiled graph with quantized products gets, under any mode.
+
+Products of one input become one launch. Attention of few queries becomes one op. On a GPU kernels use programmatic
+dependent launch (PDL). On a CPU the generated code checks no tensor twice.
 
 torch.compile(model)
 mx.compile_passes(False)        # graphs that are compiled from now on are left as they are

@@ -1,8 +1,8 @@
-"""When kernels of a compiled graph start: products when the kernel before starts, but after their weights are written.
+"""Programmatic dependent launch (PDL) in compiled graphs: a product starts while the kernel before it still runs.
 
-A kernel may allow the next one to start before it ends (programmatic dependent launch). A product loads its weights at
-once. Before it reads anything else it waits for the previous kernel. Every kernel of torch's compiler waits first of
-all, so that whoever waits for the previous kernel has waited for all before it.
+A kernel may allow the next one to start before it ends. A product loads its weights at once: they must have been
+written before. It waits for the previous kernel before it reads anything else. Every kernel of torch's compiler waits
+before all else. A kernel that waits for the previous one has therefore waited for all before it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
-"""Other libraries that this package registers with: transformers' registries of quantizers and of attention, and its
-heads of another size, merges and saved adapters of peft, and accelerate's function that puts a tensor into a module."""
+"""Other libraries that this package registers with. Each file is imported when its library is:
+
+- transformers: its registries of quantizers (``transformers.py``, ``transformers_load.py``) and of attention
+  (``attention.py``), heads of another size (``resized_heads.py``), ``save_pretrained.py``, the KV cache (``kv_*.py``);
+- peft: merged adapters (``peft_merges.py``) and saved ones (``peft.py``);
+- accelerate: its function that puts a tensor into a module (``accelerate.py``).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""peft: a warning of what is rounded when an adapter is merged into a quantized weight, and high-precision copies of
-what an adapter trains whole, or saves with itself. Imported when peft is.
+"""peft: adapters on quantized weights. Imported when peft is.
+
+A warning says what is lost by rounding when an adapter is merged into a quantized weight. Modules that an adapter
+trains whole, or saves with itself, are copied to high precision.
 
 peft adds the change of an adapter to the values of the weight, and the sum is quantized: a small change can be lost.
 Modules of ``modules_to_save`` and rows of ``trainable_token_indices`` are copied and trained whole: steps of an
