@@ -1,4 +1,4 @@
 """Extensions of ``torch.compile``: passes over graphs with quantized products, and programmatic dependent launch (PDL).
 
-``defaults.py`` has what every graph gets, ``inference_options.py`` what ``mx.inference_options()`` adds.
+Start with ``defaults.py``: it has what every graph gets, ``inference_options.py`` what ``mx.inference_options()`` adds.
 """

@@ -1,4 +1,4 @@
-"""Other libraries that this package registers with. Each file is imported when its library is:
+"""Other libraries that this package registers with. This file says which of the others is imported, and when:
 
 - transformers: its registries of quantizers (``transformers.py``, ``transformers_load.py``) and of attention
   (``attention.py``), heads of another size (``resized_heads.py``), ``save_pretrained.py``, the KV cache (``kv_*.py``);

@@ -1,6 +1,8 @@
 """TransformerEngine's modules, by their names and arguments. They run quantized inside ``mxtensor.autocast``.
 
-Functions that sort tokens by expert have its names too (``permutation.py``)."""
+Start with ``linear.py`` and ``base.py`` (one forward pass of any module). Functions that sort tokens by expert have
+TransformerEngine's names too (``permutation.py``).
+"""
 
 from ..core.peer_names import instead_of as _instead_of
 from .attention import MultiheadAttention

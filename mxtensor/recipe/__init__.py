@@ -1,5 +1,7 @@
 """Which tensor is cast to what: recipe classes by TransformerEngine's names, and the LinearRecipe that they make.
 
+Start with ``linear_recipe.py``: it is what all other rooms use.
+
 To add a recipe, write its class into ``block_scaling.py``, ``float8.py`` or ``custom.py`` and its name into that
 file's ``__all__``. ``mx.recipe``, RECIPES, the table of recipes in the documentation and the tests follow.
 """

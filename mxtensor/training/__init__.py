@@ -19,6 +19,8 @@ layer (input, weight, bias) and calls ``linear`` with the recipe. Modules of ``m
 
 and casts each operand once, both copies in one pass, from the high-precision tensor (``operands.py``).
 
+Start with ``interception.py``, ``linear.py`` and ``passes.py``, in this order.
+
 A stack of weights goes the same way: ``bmm``, ``F.grouped_mm`` and products of slices are read as layers
 (``calls.py``), and ``linear`` runs the same passes with each matrix and each group of rows cast as if it were alone
 (``stack_operands.py``, ``numerics/groups.py``).
