@@ -19,7 +19,6 @@ from ..tensor.mxtensor import MXTensor
 from ..training.local import local_of
 from ..training.observe import SHARDS, LayerCall, add, remove
 from ..training.operands import GRAD, INPUT, WEIGHT
-from ..training.stack_operands import has_own_scales
 from ..training.training_weight import values_of
 from .cast_stats import SIDES, CastStats, measured
 from .model_report import short_names
@@ -153,7 +152,7 @@ class Monitor:
         if now is None:
             return None
         name, recipe, stacked = self._name(call.weight), call.recipe, call.weight.dim() > 2
-        if name is None or (stacked and has_own_scales(recipe)):
+        if name is None or (stacked and recipe.has_tensor_scales):
             return None
         scales, grouped = call.scales, call.ends is not None
         sides = ("rowwise",) if grouped else SIDES  # columns of groups are blocked group by group

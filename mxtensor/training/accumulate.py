@@ -25,7 +25,6 @@ from ..numerics.formats import Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from .operands import SavedOperand, saved
-from .stack_operands import has_own_scales
 from .training_weight import values_of
 
 
@@ -106,7 +105,7 @@ def cached_in_block(
     values = values_of(weight)
     if values is weight or isinstance(values, MXTensor) or weight.refilled or not _is_fixed(recipe):  # type: ignore[attr-defined]
         return None
-    if weight.dim() > 2 and has_own_scales(recipe):  # its operands are float32 values
+    if weight.dim() > 2 and recipe.has_tensor_scales:  # its operands are float32 values
         return None
     if is_traced(values, *tensors) or weight.is_inference() or is_captured(values):
         return None

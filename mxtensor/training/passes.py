@@ -51,7 +51,7 @@ from .operands import (
     standing_for,
     transposed,
 )
-from .stack_operands import copies_of, has_own_scales
+from .stack_operands import copies_of
 from .training_weight import values_of
 
 WgradHook = Callable[[Callable[[torch.dtype], Tensor]], Tensor | None]
@@ -165,7 +165,7 @@ def forward(
     linear_recipe, prefer, rows = options.linear_recipe, options.prefer, as_matrix(x) if weight.dim() == 2 else x
     dtype = options.dtype or x.dtype
     need_dx, need_dw, _ = needs
-    own_scales = weight.dim() > 2 and has_own_scales(linear_recipe)
+    own_scales = weight.dim() > 2 and linear_recipe.has_tensor_scales
     w = values_of(weight)  # a quantized weight has ``cached`` operands instead
     grad_like = of_shape((*rows.shape[:-1], weight.shape[-2]), dtype, rows)
     if cached is None:
@@ -247,7 +247,7 @@ def backward(
     x_dtype, w_dtype, bias_dtype, dtype = inputs.dtypes
     dx = dw = db = None
     x_col, weight = x_saved.gemm_operand(tensors), w_saved.gemm_operand(tensors)
-    own_scales = inputs.stacked and has_own_scales(linear_recipe)
+    own_scales = inputs.stacked and linear_recipe.has_tensor_scales
     g = grad if inputs.stacked else as_matrix(grad)
     wgrad_want: Want = None
     if need_dw:

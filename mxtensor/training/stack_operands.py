@@ -34,17 +34,12 @@ def layout_of(ends: Tensor, rows: int, linear_recipe: LinearRecipe) -> Groups:
     return Groups(ends, rows, block_of(linear_recipe.input.columnwise, linear_recipe.grad.columnwise))
 
 
-def has_own_scales(linear_recipe: LinearRecipe) -> bool:
-    """Whether each matrix and each group gets a scale of its own, from its amax in this step."""
-    return linear_recipe.has_tensor_scales
-
-
 def copies_of(
     x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: tuple[Tensor, ...], groups: Groups | None,
     own_scales: bool = False,
 ) -> list[GemmOperand | None]:  # fmt: skip
     """``copies`` of a matrix, of a stack of matrices, or, with ``groups``, of rows in groups: then the columnwise copy
-    (cols, P) is that of the padded matrix. ``own_scales``: ``has_own_scales`` of the recipe."""
+    (cols, P) is that of the padded matrix. ``own_scales``: ``has_tensor_scales`` of the recipe."""
     if own_scales and (x.dim() > 2 or groups is not None):
         return _with_own_scales(x, casts, wants, groups)
     if groups is None:

@@ -28,7 +28,7 @@ from mxtensor.training.interception import STATE
 from mxtensor.training.linear import linear
 from mxtensor.training.operands import copies
 from mxtensor.training.passes import Options
-from mxtensor.training.stack_operands import copies_of, has_own_scales, layout_of
+from mxtensor.training.stack_operands import copies_of, layout_of
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers.nvfp4_options import NVFP4_OPTIONS
 from tests.helpers.training_reference import check_step
@@ -103,7 +103,7 @@ def same_values(a, b):
 def test_operands_of_a_group_are_those_of_a_layer_bit_for_bit(name):
     recipe = RECIPES[name].linear_recipe()
     groups = layout_of(ends_of(SIZES), sum(SIZES), recipe)
-    own, x = has_own_scales(recipe), values(sum(SIZES), 48)
+    own, x = recipe.has_tensor_scales, values(sum(SIZES), 48)
     for casts in (recipe.input, recipe.grad):
         want = torch.float32
         row, column = copies_of(x, casts, (want, want), (), groups, own)
@@ -182,7 +182,7 @@ def test_gradients_that_round_stochastically_have_the_right_mean(recipe):
     x, w, g = torch.randn(64, 32), torch.randn(2, 32, 32), torch.randn(64, 32)
     steps = [step(x, w, g, recipe, ends)[1:] for _ in range(60)]
     assert not torch.equal(steps[0][0], steps[1][0]) and not torch.equal(steps[0][1], steps[1][1])
-    made = copies_of(w, recipe.weight, (None, torch.float32), (), None, has_own_scales(recipe))[1]
+    made = copies_of(w, recipe.weight, (None, torch.float32), (), None, recipe.has_tensor_scales)[1]
     rounded = emulated.values(made, torch.float32)
     exact = torch.cat([g[:20] @ rounded[0].t(), g[20:] @ rounded[1].t()])
     once, mean = steps[0][0], torch.stack([dx for dx, _ in steps]).mean(0)
