@@ -171,6 +171,22 @@ def test_a_prompt_is_answered_and_streamed(small, capsys):
     assert seen.out.strip() == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
+def test_a_compiled_chat_compiles_its_steps_and_gives_the_same_answers(monkeypatch):
+    """The compiler is replaced: what it gets are steps of one token, and prompts stay eager."""
+    rows = []
+
+    def compiled(function, fullgraph, dynamic):
+        assert fullgraph and not dynamic
+        return lambda *args, **kwargs: rows.append(kwargs["input_ids"].shape) or function(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    eager, talk = (chat.Chat(*small_llm(), None, 0.0, 5, compiled=on) for on in (False, True))
+    for text in ("Hello", "And now?"):
+        found, tokens = talk.answer(text)
+        assert (found, tokens) == eager.answer(text) and tokens == 5
+    assert rows == [(1, 1)] * 8
+
+
 def test_typed_prompts_go_on_until_an_empty_line(small, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("One\nTwo\n\nThree\n"))
     chat.main(["--format", "bfloat16", "--max-new-tokens", "2", "--temperature", "0.7"])
