@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import mxtensor as mx
 from mxtensor.integrations import attention
@@ -60,24 +60,6 @@ def test_generated_tokens_are_those_of_sdpa(model, calls, cache):
     assert torch.equal(found.sequences, want.sequences) and len(calls) == 16
     for a, b in zip(found.scores, want.scores, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_compiled_step_has_the_op(model):
-    """transformers compiles the steps of a static cache by itself, on a GPU; here the model is compiled whole."""
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    model(PROMPT, past_key_values=cache)
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=keep)
-    found = step(input_ids=PROMPT[:, :1], position_ids=torch.tensor([[11]]), past_key_values=cache)
-    ops = [node.target for graph in graphs for node in graph.graph.nodes]
-    assert ops.count(torch.ops.mxtensor.cpu_attention.default) + ops.count(torch.ops.mxtensor.cpu_attention) == 2
-    assert found.logits.shape == (2, 1, 200)
 
 
 def test_a_cache_of_codes_is_read_by_its_own_attention(model, calls):

@@ -35,4 +35,4 @@ def op_of_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
     """
     if q.device.type == "cuda":
         return values_cuda.attention_of_values if values_cuda.takes(q, k, v, mask) else None
-    return values_cpu.attention_of_values if values_cpu.takes(q, k, v) and values_cpu.missing() is None else None
+    return values_cpu.attention_of_values if values_cpu.takes(q, k, v) and values_cpu.library() is None else None

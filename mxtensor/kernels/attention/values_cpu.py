@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.compat import called_while_traced
 from ..gemm.cpu_library import refuse_first_call, torch_flags
 from ..quantize.cpu import KINDS
 from ..runtime.native_build import load
@@ -52,12 +51,6 @@ def library() -> str | None:
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
     op.mx_attention_use((ctypes.c_void_p * len(addresses))(*addresses))
     return None
-
-
-@called_while_traced  # Dynamo would trace the build
-def missing() -> str | None:
-    """Why there is no op; None if there is one."""
-    return library()
 
 
 @torch.library.impl(_OPS, "cpu_attention", "CompositeExplicitAutograd")
