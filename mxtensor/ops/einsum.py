@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def _einsum(equation: str, x: Tensor, w: MXTensor) -> Tensor:
 
     def arrange(t: Tensor, letters: str, *groups: str) -> Tensor:
         t = t.permute([letters.index(c) for g in groups for c in g])
-        return t.reshape([torch.Size(sizes[c] for c in g).numel() for g in groups])
+        return t.reshape([prod(sizes[c] for c in g) for g in groups])
 
     if batch:
         a, b = arrange(x, left, batch, rows, contracted), arrange(w, right, batch, columns, contracted)

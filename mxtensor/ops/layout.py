@@ -128,11 +128,17 @@ def finish(
     if out is None:
         return read(func, args, kwargs, why_cut(base, what))
     out = _as_view_of(base, out, base.storage_offset() + offset)
-    if base._link is not None and out.shape == base.shape and out.stride() == base.stride():
+    if base._link is not None and _same_places(out, base):
         out._link = base._link
     elif base._link is not None or len(base.operands) > 1 or lacks_values(out, base):  # what it is computed from, too
         out._link = Link(base.same(), lambda dense: func(dense, *args[1:], **kwargs))
     return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def _same_places(out: MXTensor, base: MXTensor) -> bool:
+    """Whether a view has the shape and strides of its base."""
+    # the number of dimensions first: tuples compare values before lengths, a guard for a batch size in a traced graph
+    return out.dim() == base.dim() and out.shape == base.shape and out.stride() == base.stride()
 
 
 def why_cut(w: MXTensor, what: str) -> str:

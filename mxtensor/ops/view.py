@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
     if w.is_contiguous() and w.numel():
         size = inferred_shape(args[1], w.numel()) if -1 in args[1] else tuple(args[1])
         stride = contiguous_stride(size)
-        if torch.Size(size).numel() != w.numel():
+        if prod(size) != w.numel():
             raise ValueError(f"{func}: shape {size} cannot take the {w.numel()} values of {tuple(w.shape)}")
     else:
         out = outer(func, w, args, kwargs)
