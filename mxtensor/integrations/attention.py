@@ -3,7 +3,7 @@
     model.set_attn_implementation("mxtensor")
 
 transformers' own ``sdpa`` runs where no op is made for the call: many queries, gradients, a bias of positions. In a
-compiled graph on a GPU that is ``sdpa`` too, which becomes the op there. The masks are those of ``sdpa``.
+compiled graph that is ``sdpa`` too, which becomes the op there. The masks are those of ``sdpa``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _op(
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return None
-    if torch.compiler.is_compiling() and query.is_cuda:  # a pass of the compiler puts the op there
+    if torch.compiler.is_compiling():  # a pass of the compiler puts the op there
         return None
     return op_of_values(query, key, value, mask)
 

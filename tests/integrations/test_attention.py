@@ -69,6 +69,19 @@ def test_a_cache_of_codes_is_read_by_its_own_attention(model, calls):
     assert torch.equal(found.sequences, want.sequences) and not calls
 
 
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, on itself
+def test_a_graph_has_the_attention_of_torch_which_the_pass_of_the_compiler_replaces(model, calls):
+    torch._dynamo.reset()
+    token = PROMPT[1:, :1]
+    found = torch.compile(model, fullgraph=True, backend="eager")(token, use_cache=False).logits
+    exported = torch.export.export(model, (token,), {"use_cache": False}).module()(token, use_cache=False).logits
+    assert not calls
+    want = model(token, use_cache=False).logits
+    for logits in (found, exported):
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+
+
 def test_training_and_prompts_take_sdpa(model, calls):
     model(PROMPT[:, :1]).logits.square().mean().backward()
     assert not calls and all(p.grad is not None for p in model.parameters() if p.requires_grad)
