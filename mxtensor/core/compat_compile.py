@@ -17,9 +17,9 @@ import torch
 Function = Callable[..., Any]
 
 
-def run_uncompiled(*functions: Any, callees: bool = True) -> None:
-    """Dynamo does not compile these functions, nor what they call (``callees``), when eager code calls them after a
-    graph break.
+def run_uncompiled(*functions: Any) -> None:
+    """Dynamo does not compile these functions, nor what they call, when eager code calls them: after a graph break, or
+    in a module of torch that Dynamo leaves to eager code (``nn.Sequential(...).compile()``).
 
     ``torch.compiler.disable`` would also break each graph that calls them. Missing: nothing happens, and an
     ``autocast`` or a ``strict`` that is open between two graphs may have no effect there.
@@ -28,16 +28,14 @@ def run_uncompiled(*functions: Any, callees: bool = True) -> None:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     except ImportError:
         return
-    inside = _FrameAction.SKIP if callees else _FrameAction.DEFAULT
     for function in functions:
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, inside))
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 def run_rules_uncompiled(kind: type[torch.Tensor]) -> None:
-    """``run_uncompiled`` for the rules of a class of tensors. It would see no ``strict`` in them, and ask without end
-    for attributes such as ``mT``, whose rule reads the attribute."""
-    run_uncompiled(kind.__torch_dispatch__)
-    run_uncompiled(kind.__torch_function__, callees=False)
+    """``run_uncompiled`` for the rules of a class of tensors. It would see no ``strict`` in them, ask without end for
+    attributes such as ``mT``, whose rule reads the attribute, and compile a rule anew for each shape."""
+    run_uncompiled(kind.__torch_dispatch__, kind.__torch_function__)
 
 
 def let_dynamo_intercept(function: Function) -> bool:

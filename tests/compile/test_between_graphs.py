@@ -57,3 +57,15 @@ def test_explain_names_what_eager_code_dequantizes():
     with mx.explain() as log:
         assert torch.equal(compiled(run, w), w.dequantize().cumsum(-1))
     assert ("aten.cumsum.default", "dequantized") in {(e.spec.op, e.kernel) for e in log.entries}
+
+
+def test_a_module_that_dynamo_leaves_to_eager_code_has_no_graph():
+    """Dynamo skips the frames of torch's own modules: without a class of the user, nothing is compiled."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module, x = mx.quantize_(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)), "mxfp8"), torch.randn(3, 64)
+    with torch.no_grad():
+        expected = module(x)
+        module.compile(backend="aot_eager")
+        assert torch.equal(module(x), expected)
+    assert not torch._dynamo.utils.counters["frames"]
