@@ -181,6 +181,21 @@ for _function in (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack
     implements_function(_function)(_in_python(_function))
 
 
+def _for_each_value(func: Any) -> Callable[..., Any]:
+    def written_by(target: Tensor, *others: Any) -> Any:
+        """A Python function of each value. torch would write to the memory of a wrapper, which has none: a crash."""
+        if not isinstance(target, MXTensor):
+            return read(func, (target, *others), {}, "values for Python")
+        with measure(note(func, [target], "requantized", "writes values")):
+            return _write(func, (target, *others), {}, [target])
+
+    return written_by
+
+
+for _writer in (Tensor.apply_, Tensor.map_, Tensor.map2_):
+    implements_function(_writer)(_for_each_value(_writer))
+
+
 @implements_function(Tensor.data_ptr)
 def data_ptr(self: MXTensor) -> int:
     """The address of the first component. A wrapper has none, and torch would say 0 for each: but libraries such as

@@ -53,8 +53,11 @@ SHAPES = {
 }  # fmt: skip
 """Ops that do not read the values of the weight."""
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default, aten.bmm.default}
-INSIDE = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__}
-"""Functions that torch refuses to run on a wrapper."""
+INSIDE = {
+    Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__,
+    Tensor.apply_, Tensor.map_, Tensor.map2_,
+}  # fmt: skip
+"""Functions of the values themselves: torch refuses them for a wrapper, which has no memory, or crashes."""
 
 
 class TrainingWeight(KeepsAttributes):

@@ -50,6 +50,9 @@ RETURNING = {
     "tril_": lambda w: w.tril_(),
     "addmm_": lambda w: w.addmm_(X[:, :8], X[:8]),
     "kaiming_": lambda w: nn.init.constant_(w, 0.3),
+    "apply_": lambda w: w.apply_(math.cos),
+    "map_": lambda w: w.map_(X, math.copysign),
+    "map2_": lambda w: w.map2_(X, X * 2, lambda a, b, c: a + b * c),
 }  # fmt: skip
 
 

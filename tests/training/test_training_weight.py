@@ -272,6 +272,9 @@ def test_its_values_leave_torch():
     assert w.tolist() == plain.tolist() and f"{w[0, 0]:.3f}" == f"{plain[0, 0]:.3f}"
     assert (w.detach().numpy() == plain.numpy()).all() and w[1, 2].item() == plain[1, 2].item()
     assert w.data_ptr() == w.detach().data_ptr()
+    before = plain.clone()
+    w.detach().apply_(lambda x: x + 1)
+    assert plain.equal(before + 1)
 
 
 @pytest.mark.parametrize(
