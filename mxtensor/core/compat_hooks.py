@@ -274,12 +274,15 @@ def hook_model_state_dicts(load: Callable[[Function, Any, dict[str, Any], bool, 
 def hook_method(kind: type, name: str, wrap: Callable[[Function], Function]) -> bool:
     """Replace a method of a class of torch or of another library by ``wrap(method)``. True if the class has it.
 
-    peft 0.21 has no event of a merge, and ``merge_and_unload`` is its public method. Missing: nothing is changed.
+    A class method has the class as its first argument. peft 0.21 has no event of a merge, and ``merge_and_unload`` is
+    its public method. Missing: nothing is changed.
     """
     method = vars(kind).get(name)
     if method is None:
         return False
-    setattr(kind, name, wraps(method)(wrap(method)))
+    function = method.__func__ if isinstance(method, classmethod) else method
+    wrapped = wraps(function)(wrap(function))
+    setattr(kind, name, wrapped if function is method else classmethod(wrapped))
     return True
 
 

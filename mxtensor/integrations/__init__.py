@@ -3,7 +3,8 @@
 - transformers: its registries of quantizers (``transformers.py``, ``transformers_load.py``) and of attention
   (``attention.py``), heads of another size (``resized_heads.py``), ``save_pretrained.py``, the KV cache (``kv_*.py``);
 - peft: merged adapters (``peft_merges.py``) and saved ones (``peft.py``);
-- accelerate: its function that puts a tensor into a module (``accelerate.py``).
+- accelerate: its function that puts a tensor into a module (``accelerate.py``);
+- sentence-transformers: the modules that it saves (``sentence_transformers.py``).
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def _save_values() -> None:
     import_module(".peft", __name__).install_saving()
 
 
+def _save_modules() -> None:
+    name = "sentence_transformers.base.modules.module"
+    import_module(".sentence_transformers", __name__).install(import_module(name))
+
+
 def _keep_recipes() -> None:
     import_module(".accelerate", __name__).install()
 
@@ -65,3 +71,4 @@ after_import("transformers.modeling_utils", _extend_models)
 after_import("peft.tuners.tuners_utils", _watch_merges)
 after_import("peft.peft_model", _save_values)
 after_import("accelerate.hooks", _keep_recipes)
+after_import("sentence_transformers.base.modules.module", _save_modules)
