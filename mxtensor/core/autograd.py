@@ -1,13 +1,15 @@
-"""The derivative of ``dequantize``, and the mode in which views of a wrapper are made."""
+"""The derivative of ``dequantize``, functions without a second derivative, and the mode in which views are made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 
 class _Dequantize(torch.autograd.Function):
@@ -25,6 +27,60 @@ def dequantize_with_gradient(w: Tensor) -> Tensor:
     if w.requires_grad and torch.is_grad_enabled():
         return _Dequantize.apply(w)  # type: ignore[no-any-return]
     return torch.ops.aten.dequantize.self(w)  # type: ignore[no-any-return]
+
+
+class _NoSecond(torch.autograd.Function):
+    """A gradient, computed from ``sources``, whose own derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, what: str, way_out: str, gradient: Tensor, *sources: Tensor) -> Tensor:
+        ctx.what, ctx.way_out = what, way_out
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(f"{ctx.what} has no second derivative (create_graph=True); {ctx.way_out}")
+
+
+def remember_input(ctx: Any, x: Tensor) -> None:
+    """Call it in the forward pass of a ``differentiable_once`` function. ``x`` may end before."""
+    ctx.x = TensorWeakRef(x)
+
+
+def differentiable_once(what: str, way_out: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the backward pass of an autograd function: a second derivative raises NotImplementedError.
+
+    torch's ``once_differentiable`` raises nothing if the given gradients have no graph, or if a derivative by inputs of
+    the forward pass is asked for: a Hessian was zero, and a gradient penalty trained nothing, without a word.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(backward)
+        def call(ctx: Any, *grads: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            sources = [t for t in (*grads, *_inputs_of(ctx)) if t is not None and t.requires_grad]
+            sources.append(torch.empty(0, requires_grad=True))  # so that there is always one
+            return tuple(None if t is None else _NoSecond.apply(what, way_out, t, *sources) for t in found)
+
+        return call
+
+    return decorate
+
+
+def _inputs_of(ctx: Any) -> Iterator[Tensor | None]:
+    """What the gradients of a function depend on, as far as anyone can ask for a derivative by it: the leaves of its
+    graph, and its input while that exists."""
+    yield ctx.x() if hasattr(ctx, "x") else None
+    seen, nodes = set(), [ctx]
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes.append(node)
+                yield getattr(node, "variable", None)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..core.autograd import remember_input
 from ..core.compat import disable_torch_function, nonstrict_trace
 from ..core.explain import record
 from ..core.kernel import Spec
@@ -27,6 +27,7 @@ from ..kernels.gemm.spec import Form
 from ..numerics.formats import Rounding
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe, recipe_by_key
+from ..training.linear import only_once
 from ..training.observe import OBSERVERS, LayerCall, notify
 from ..training.operands import cached_operands, copies, saved, transposed
 from ..training.passes import Options, product
@@ -114,10 +115,11 @@ class _Gathered(torch.autograd.Function):
         ctx.saved, ctx.options, ctx.ranks = x_saved, options, ranks
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, dtype
         ctx.dispatch_context = dispatch_context()
+        remember_input(ctx, x)
         return y
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *x_tensors, weight = ctx.saved_tensors
         options, ranks = ctx.options, ctx.ranks

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.arguments import DENSE, FLAG, check, described, is_integers
+from ..core.autograd import differentiable_once
 from ..core.compat import disable_torch_function
 from ..core.explain import record
 from ..core.kernel import Spec
@@ -154,7 +154,7 @@ class _Exchange(torch.autograd.Function):
             return move(x, routes, routes.linear_recipe.input, combines)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("dispatch_tokens, combine_tokens: the exchange of tokens", "compute with experts on one rank")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         move = _to_experts if ctx.combines else _from_experts
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):

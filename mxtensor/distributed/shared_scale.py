@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..core.autograd import remember_input
 from ..core.compat import disable_torch_function, nonstrict_trace
 from ..core.names import dtype_name
 from ..core.select import dispatch_context, restore_context
@@ -30,6 +30,7 @@ from ..numerics.cast import Cast
 from ..numerics.operand import Operand
 from ..numerics.reference import encode, tensor_amax
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts, recipe_by_key
+from ..training.linear import only_once
 from ..training.operands import rounds_twice, saved
 from ..training.passes import Options, product
 from ..training.training_weight import values_of
@@ -96,10 +97,11 @@ class _Split(torch.autograd.Function):
         ctx.saved, ctx.call = (x_saved, w_saved), (linear_recipe, ranks, by_rows, dtype, prefer, tuple(x.shape))
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.dispatch_context = dispatch_context()
+        remember_input(ctx, x)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, (x_saved, w_saved) = iter(ctx.saved_tensors), ctx.saved
         linear_recipe, ranks, by_rows, dtype, prefer, shape = ctx.call

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..core.autograd import differentiable_once, remember_input
 from ..core.compat import (
     disable_torch_function,
     functorch_interpreter,
@@ -41,6 +41,7 @@ from .stack_operands import layout_of
 from .training_weight import values_of
 
 _log = logging.getLogger("mxtensor")
+only_once = differentiable_once("linear: a layer that trains quantized", "compute inside mx.autocast(enabled=False)")
 
 
 def linear(
@@ -246,6 +247,7 @@ class _Linear(torch.autograd.Function):
         inputs = Inputs(needs, tuple(x.shape), dtypes, stacked)
         ctx.info = _BackwardInfo(operands, inputs, options, scales, layer, ends is not None, graph_weight)
         ctx.dispatch_context = dispatch_context()
+        remember_input(ctx, x)
         return y
 
     @staticmethod
@@ -256,7 +258,7 @@ class _Linear(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_transforms(grad)
         tensors = ctx.saved_tensors  # a checkpoint recomputes the layer here
