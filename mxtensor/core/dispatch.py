@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,3 +93,21 @@ def refuse_if_strict(op: str, reason: str, home: str) -> None:
 def arguments_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of an op, by name."""
     return {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}
+
+
+@cache
+def names_written(func: Any) -> frozenset[str]:
+    """Names of the arguments that an op writes, by its schema or by what is known of it."""
+    names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    return frozenset(names | _UNDECLARED.get(func._overloadpacket, set()))
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that this call writes: tensors, lists of tensors, and None."""
+    named = arguments_of(func, args, kwargs)
+    return [named.get(name) for name in names_written(func)]
+
+
+_STATISTICS = {"running_mean", "running_var"}
+_UNDECLARED = {torch.ops.aten.native_batch_norm: _STATISTICS, torch.ops.aten.cudnn_batch_norm: _STATISTICS}
+"""Arguments that ops write and that their schemas do not call so."""

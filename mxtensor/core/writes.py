@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 _counts = {False: 0, True: 0}
@@ -16,6 +17,16 @@ _counts = {False: 0, True: 0}
 def note_write(target: Tensor) -> None:
     """Call it after each write of a rule to ``target``, the codes or scales of any MXTensor."""
     _counts[has_no_memory(target)] += 1
+
+
+def count_writes(wrappers: Iterable[Tensor]) -> None:
+    """Count a write to each tensor, as torch does for all ops but those that return nothing (``_foreach_add_``).
+
+    Those write the tensors inside, and torch sees no write to the wrappers that a backward pass will read.
+    """
+    counted = [t for t in wrappers if not t.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
 
 
 def has_no_memory(t: Tensor) -> bool:

@@ -16,11 +16,12 @@ from torch import Tensor
 from ..core.arguments import described
 from ..core.autograd import mode_of_views
 from ..core.compat import tree_flatten, tree_unflatten
-from ..core.dispatch import FALLBACK, arguments_of, implements_function, refuse_if_strict
+from ..core.dispatch import FALLBACK, implements_function, names_written, refuse_if_strict, written
 from ..core.entry import Entry
 from ..core.explain import measure, record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
+from ..core.writes import count_writes
 from ..tensor.dequantized_view import Decoded, DequantizedView, View
 from ..tensor.mxtensor import MXTensor
 from .inplace import write_back
@@ -48,17 +49,6 @@ def keeps_size(func: Any, args: Any) -> bool:
     return func is aten.resize_.default and tuple(args[0].shape) == tuple(args[1])
 
 
-def written(func: Any) -> set[str]:
-    """Names of the arguments that ``func`` writes, by its schema or by what is known of it."""
-    names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    return names | _UNDECLARED.get(func._overloadpacket, set())
-
-
-_STATISTICS = {"running_mean", "running_var"}
-_UNDECLARED = {aten.native_batch_norm: _STATISTICS, aten.cudnn_batch_norm: _STATISTICS}
-"""Arguments that ops write and that their schemas do not call so."""
-
-
 def is_view(func: Any) -> bool:
     """Whether results of ``func`` share the memory of its first argument."""
     return getattr(func, "is_view", False) or getattr(func, "_overloadpacket", None) in _UNSAFE_VIEWS
@@ -72,7 +62,7 @@ def _home(func: Any) -> str:
     """The file in which a rule for ``func`` belongs."""
     if not hasattr(func, "_schema"):
         return "fallback.py"  # a torch function
-    if written(func):
+    if names_written(func):
         return "inplace.py"
     return "view.py" if any(r.alias_info is not None for r in func._schema.returns) else "structure.py"
 
@@ -125,12 +115,14 @@ def _viewed(values: Tensor, decoded: Decoded | None, view: View) -> DequantizedV
 
 def write(func: Any, args: Any, kwargs: Any) -> Any:
     """The op on the dequantized values; what it wrote is quantized again. Returns the tensors given."""
-    named = arguments_of(func, args, kwargs)
-    targets = [t for name in written(func) for t in tree_flatten(named.get(name))[0] if isinstance(t, MXTensor)]
+    targets = [t for t in tree_flatten(written(func, args, kwargs))[0] if isinstance(t, MXTensor)]
     if not targets:
         return read(func, args, kwargs)
     with measure(note(func, targets, "requantized", "writes values")):
-        return _write(func, args, kwargs, targets)
+        out = _write(func, args, kwargs, targets)
+    if not func._schema.returns and not is_traced():
+        count_writes(targets)
+    return out
 
 
 def _write(func: Any, args: Any, kwargs: Any, targets: list[MXTensor]) -> Any:
@@ -155,7 +147,7 @@ def fallback(func: Any, args: Any, kwargs: Any) -> Any:
     reason = REFUSED.get(func) or REFUSED_NAMESPACES.get(getattr(func, "namespace", ""))
     if reason is not None:
         raise NotImplementedError(f"{func} of an MXTensor is refused: {reason}")
-    if written(func):
+    if names_written(func):
         return write(func, args, kwargs)
     return read(func, args, kwargs)
 

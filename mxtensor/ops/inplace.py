@@ -13,7 +13,7 @@ from ..core.entry import Entry
 from ..core.explain import measure, record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
-from ..core.writes import has_no_memory, note_write
+from ..core.writes import count_writes, has_no_memory, note_write
 from ..kernels.quantize.hadamard import quantize_rotated
 from ..kernels.quantize.select import quantize_operand
 from ..numerics.derived import forget
@@ -128,6 +128,8 @@ def foreach_copy_(func: Any, args: Any, kwargs: Any) -> None:
     """``copy_`` of each pair."""
     for target, source in zip(*args[:2], strict=True):
         target.copy_(source)
+    if not is_traced():
+        count_writes(args[0])
 
 
 @implements_function(Tensor.__setitem__)

@@ -8,11 +8,12 @@ import torch
 
 from ..core.autograd import mode_of_views
 from ..core.compat import tree_flatten, tree_leaves, tree_unflatten
-from ..core.dispatch import VIEW_FALLBACK, arguments_of
+from ..core.dispatch import VIEW_FALLBACK, arguments_of, names_written
 from ..core.explain import measure
-from ..core.writes import has_no_memory
+from ..core.tracing import is_traced
+from ..core.writes import count_writes, has_no_memory
 from ..tensor.dequantized_view import Decoded, DequantizedView
-from .fallback import is_view, keeps_size, note, viewed, written
+from .fallback import is_view, keeps_size, note, viewed
 from .inplace import write_back
 
 aten = torch.ops.aten
@@ -24,9 +25,9 @@ SENDING = ("send", "barrier")
 def _targets(func: Any, args: Any, kwargs: Any) -> list[DequantizedView]:
     """The views that ``func`` writes."""
     named = arguments_of(func, args, kwargs)
-    names = written(func)
+    names = names_written(func)
     if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") not in SENDING:
-        names = {func._schema.arguments[0].name}
+        names = frozenset((func._schema.arguments[0].name,))
     return [t for name in names for t in tree_leaves(named.get(name)) if isinstance(t, DequantizedView)]
 
 
@@ -104,6 +105,8 @@ def _write(func: Any, flat: list[Any], spec: Any, targets: list[DequantizedView]
             write_back(decoded.base, decoded.with_written(target))
             if has_no_memory(target._plain):
                 decoded.values()  # now, because a graph that returns the view may not compute them later
+        if not func._schema.returns and not is_traced():
+            count_writes(targets)
         given = {id(p): t for p, t in zip(plain, flat, strict=True) if isinstance(t, DequantizedView)}
         results, structure = tree_flatten(out)
         return tree_unflatten([given.get(id(r), r) for r in results], structure)

@@ -157,11 +157,11 @@ def transposed(weight: Tensor, linear_recipe: LinearRecipe, want: Want, scales: 
         gemm_operand = copies(values, linear_recipe.weight, (None, want), scales)[1]
         assert gemm_operand is not None
         return gemm_operand
-    if not is_gathered(weight):  # no columnwise copy: the exact values, because a second cast would round again
-        return values.dequantize().detach().t()
     rowwise, columnwise = cached_operands(weight, linear_recipe)  # type: ignore[misc]
     if columnwise is not None:
         return columnwise
+    if not is_gathered(weight):  # no columnwise copy: the exact values, because a second cast would round again
+        return values.dequantize().detach().t()
     assert rowwise is not None and linear_recipe.weight.columnwise is not None
     return _copy(_exact(rowwise), linear_recipe.weight.columnwise, want, 1, scales)
 

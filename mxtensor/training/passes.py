@@ -34,6 +34,7 @@ from ..numerics.groups import Groups
 from ..numerics.operand import Operand
 from ..recipe.kernel_preference import KernelPreference
 from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
 from .operands import (
     GRAD,
     INPUT,
@@ -44,7 +45,6 @@ from .operands import (
     Want,
     copies,
     dgrad_weight,
-    is_gathered,
     of_shape,
     saved,
     scales_of,
@@ -197,7 +197,8 @@ def forward(
         w_row, w_col = copies_of(w, linear_recipe.weight, wants, scales_of(scales, WEIGHT), None, own_scales)
     y = product("fprop", x_row, w_row, dtype, bias, prefer, groups)
     x_saved, x_tensors = saved(x_col if x_col is not None else x if need_dw else None)
-    w_saved, w_tensors = saved(weight if w_col is None or is_gathered(weight) else w_col)
+    # A quantized weight is saved whole, like any parameter: torch sees that it was written before the backward pass.
+    w_saved, w_tensors = saved(weight if w_col is None or isinstance(w, MXTensor) else w_col)
     # As in torch's own linear layer: FSDP2 warns of modules whose result is a view.
     y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[-2]))
     return y, [*x_tensors, *w_tensors], SavedOperands(x_saved, w_saved, dgrad_want)

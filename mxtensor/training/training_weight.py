@@ -22,12 +22,16 @@ from ..core.compat import (
     disable_subclass_torch_function,
     make_wrapper_subclass,
     return_and_correct_aliasing,
+    tree_flatten,
     tree_map_only,
 )
 from ..core.compat_hooks import hook_staging, let_optimizers_take, let_weights_answer
+from ..core.dispatch import written
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
+from ..core.tracing import is_traced
 from ..core.when_imported import PENDING, after_import, install_pending
+from ..core.writes import count_writes
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import KeepsAttributes, parameter_of, refuse_attributes, set_attributes, user_attributes
 from ..tensor.fsdp import Gathered, Shard, gathered_operands, hook, local_part, refilled, shard_of
@@ -289,6 +293,8 @@ def _write(func: Any, args: Any, kwargs: Any) -> None:
         return t.high_precision
 
     func(*map(inside, args), **{key: inside(value) for key, value in kwargs.items()})
+    if not is_traced():
+        count_writes(t for t in tree_flatten(written(func, args, kwargs))[0] if isinstance(t, TrainingWeight))
 
 
 def _gives_matrices(args: Any) -> bool:

@@ -288,6 +288,18 @@ def test_quantized_split_parameters_have_one_product_each(recipe):
     assert len(split.quantizers["scaling_fwd"]) == 4 and len(split.quantizers["scaling_bwd"]) == 2
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8 hybrid, 32x32 weights"])
+def test_a_quantized_weight_changed_before_backward_is_an_error(name):
+    with quantized_model_init(recipe=NEAREST[name]):
+        layer = Linear(64, 48)
+    with mx.autocast(recipe=NEAREST[name]):
+        y = layer(leaf(20, 64))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(torch.randn(20, 48))
+
+
 # ---------------------------------------------------------------------------------------------- main_grad
 
 

@@ -151,6 +151,17 @@ def test_a_list_of_tensors_is_written_like_each(format, name):
         assert [t.data_ptr() for t in components_of(w)] == before
 
 
+@pytest.mark.parametrize("name", FOREACH)
+def test_torch_counts_a_write_to_a_list_of_tensors(name):
+    """A backward pass that has saved a tensor sees that it has changed, as with plain tensors."""
+    whole = mx.quantize(torch.randn(ROWS, COLS), "mxfp8")
+    cut = mx.quantize(torch.randn(ROWS + 3, COLS + 1), "mxfp8")[3:, 1:]  # it cuts blocks
+    for w in (whole, cut):
+        before = w._version
+        FOREACH[name]([X.clone(), w])
+        assert w._version > before
+
+
 def test_writes_are_logged_and_refused_under_strict():
     w = mx.quantize(X, "mxfp8")
     _, log = assert_written(w, lambda w: w.add_(1.0))

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -103,6 +104,19 @@ def test_a_write_in_the_block_is_seen():
         other[0].weight.mul_(0.5)
         other[2].weight.add_(0.25)
     step(other, 1)
+    assert all(map(torch.equal, gradients(net), gradients(other)))
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_a_step_of_an_optimizer_in_the_block_is_seen(options):
+    net, other = model(RECIPES["mxfp8"]), model(RECIPES["mxfp8"])
+    for one, block in ((net, mx.accumulate()), (other, nullcontext())):
+        one.requires_grad_(True)
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, **options)
+        with block:
+            for i in range(2):
+                step(one, i)
+                optimizer.step()
     assert all(map(torch.equal, gradients(net), gradients(other)))
 
 

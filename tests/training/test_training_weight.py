@@ -162,6 +162,18 @@ def test_a_change_between_forward_and_backward_is_an_error():
         y.backward(g)
 
 
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_an_optimizer_step_between_forward_and_backward_is_an_error(options):
+    """Ops that write many tensors at a time return none, and torch counts no write to a wrapper."""
+    net, (x, g) = model(MXFP8), problem()
+    optimizer = torch.optim.AdamW([net[2].weight], **options)
+    net(x).backward(g)
+    y = net(x)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(g)
+
+
 def test_a_frozen_weight_has_no_gradient_and_adapters_beside_it_train():
     """LoRA: the frozen layer runs quantized, in fprop and dgrad."""
     base = mx.quantize_(nn.Sequential(nn.Linear(64, 48)), MXFP8)[0].requires_grad_(False)
