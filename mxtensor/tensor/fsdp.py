@@ -86,7 +86,7 @@ class Gathered:
     columnwise: Format | None = None
     """The formats of the gathered operands; without any, the tensor is high-precision values."""
     rest: tuple[Tensor, ...] = ()
-    """On a single rank, all tensors but the first: torch passes on only that one."""
+    """If each rank stores the whole weight, all tensors but the first: torch passes on only that one."""
 
     @property
     def quantized(self) -> bool:
@@ -114,7 +114,7 @@ def ranks_of(mesh: Any) -> int:
     return 1 if mesh is None else mesh.size()
 
 
-def gather_inputs(operands: Copies, shard: Shard, mesh: Any) -> tuple[tuple[Tensor, ...], Gathered]:
+def gather_inputs(operands: Copies, shard: Shard) -> tuple[tuple[Tensor, ...], Gathered]:
     """The tensors of a shard to gather: codes and scales of each operand, rows first, padded to the largest shard."""
     inputs: list[Tensor] = []
     for operand, columnwise in zip(operands, (False, True), strict=True):
@@ -122,7 +122,7 @@ def gather_inputs(operands: Copies, shard: Shard, mesh: Any) -> tuple[tuple[Tens
             counts = _row_counts(operand.format, columnwise, shard.padded)
             inputs += map(pad_rows, _rows_first(operand, columnwise), counts)
     row_format, column_format = (None if operand is None else operand.format for operand in operands)
-    rest = tuple(inputs[1:]) if ranks_of(mesh) == 1 else ()
+    rest = tuple(inputs[1:]) if shard.padded == shard.whole else ()  # a mesh of replicas has many ranks, and no gather
     return tuple(inputs), Gathered(shard.whole, row_format, column_format, rest)
 
 
@@ -241,7 +241,7 @@ class GatheredByFSDP2(Tensor):
 
 def _stored_inputs(w: Any, mesh: Any, *ignored: Any, **others: Any) -> tuple[tuple[Tensor, ...], Gathered]:
     record(Spec("all-gather", (w._shard.whole,), (w.format,), w.dtype, w.device), "codes", {})
-    return gather_inputs((w._rowwise, w._columnwise), w._shard, mesh)
+    return gather_inputs((w._rowwise, w._columnwise), w._shard)
 
 
 def _refuse_without_shard(w: Tensor, mesh: Any, *ignored: Any, **others: Any) -> Any:

@@ -61,7 +61,7 @@ def quantized_inputs(
     assert cast is not None
     _check_agreement(values, linear_recipe, "codes", shard.whole, mesh)
     _record(values, shard, (values.dtype, cast.format), "codes", {})
-    return gather_inputs((quantize_operand(pad_rows(values, shard.padded[0]), cast), None), shard, mesh)
+    return gather_inputs((quantize_operand(pad_rows(values, shard.padded[0]), cast), None), shard)
 
 
 def high_precision_inputs(

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -204,6 +205,18 @@ def hybrid_meshes(rank, folder):
     for shape in ((1, 2), (2, 1)):
         mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard"))
         told |= {(shape, name): trained(recipe, 96, rank, mesh=mesh) for name, recipe in RECIPES.items()}
+    return told
+
+
+@case
+def replicas(rank, folder):
+    """Each rank stores the whole weights, and gathers nothing: torch's ``replicate`` over FSDP2."""
+    told = {}
+    for name, recipe in RECIPES.items():
+        model = net(100, recipe)
+        for module in (model[0], model[2], model):
+            replicate(module, mesh=init_device_mesh(DEVICE, (dist.get_world_size(),)))
+        told[name] = compare(model, net(100, recipe), rank)
     return told
 
 

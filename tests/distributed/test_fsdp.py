@@ -139,6 +139,11 @@ def test_hybrid_meshes_and_a_world_of_one(sums, ranks):
         assert what(results[(1, 2), "tiles"][1]) == {(96, WIDTH): "high precision", (WIDTH, 96): CODES}
 
 
+def test_replicas(ranks):
+    for results in ranks("replicas"):
+        assert results.keys() == RECIPES.keys() and all(map(all, results.values()))
+
+
 def test_mixed_precision(ranks):
     for results in ranks("mixed_precision"):
         assert results.keys() == RECIPES.keys() and all(map(all, results.values()))
