@@ -19,7 +19,7 @@ from ..core.compat import is_swapped_by_module
 
 INTERNAL = frozenset({
     "_rowwise", "_columnwise", "_dtype", "_link", "recipe", "_shard", "_rotated", "_quantizer", "_is_param",
-    "_mx_stands_for", "high_precision", "linear_recipe", "shard", "scattered", "fsdp_pre_all_gather",
+    "_mx_stands_for", "high_precision", "linear_recipe", "shard", "in_dtensor", "fsdp_pre_all_gather",
 })  # fmt: skip
 """Attributes of the tensor itself: another tensor has its own, and no file can set them."""
 PRESERVED = frozenset({

@@ -25,6 +25,7 @@ from .calls import CALLS, FALLBACKS, STACK_CALLS, Call, IsWeight
 from .delayed_scaling import DelayedState
 from .experts import GATHERED, PRODUCTS, is_of_stack, note_if_experts
 from .histories import LOADED, STATE, owner_of
+from .in_dtensors import UNREAD
 from .linear import linear
 from .local import is_sharded
 from .operands import Scales
@@ -194,7 +195,10 @@ def _check_whole(weight: Tensor) -> None:
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
     with disable_subclass_torch_function():
-        return func(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        with UNREAD.block(True):
+            return func(*args, **kwargs)
 
 
 def _for_weight(func: Any, args: Any, kwargs: Any) -> Any:

@@ -39,6 +39,7 @@ from ..tensor.graph_attributes import tell_dynamo
 from ..tensor.mxtensor import MXTensor
 from .gathered_weight import gathered_values, high_precision_inputs, quantized_inputs, refusal
 from .histories import GATHERS, OWNER, STATE, delayed_states, with_states
+from .in_dtensors import mark_parameters, refuse_product
 
 aten = torch.ops.aten
 
@@ -56,7 +57,6 @@ SHAPES = {
     aten.randn_like.default, aten.is_pinned.default,
 }  # fmt: skip
 """Ops that do not read the values of the weight."""
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default, aten.bmm.default}
 INSIDE = {
     Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__,
     Tensor.apply_, Tensor.map_, Tensor.map2_,
@@ -74,8 +74,8 @@ class TrainingWeight(KeepsAttributes):
     high_precision: Tensor
     linear_recipe: LinearRecipe
     shard: Shard | None
-    scattered = False
-    """Whether tensor parallelism has scattered this part of a weight to its rank."""
+    in_dtensor = False
+    """Whether this is the local tensor of a DTensor, or comes from it."""
     refilled = False
     """Whether FSDP2 frees the values and fills them anew, which torch counts as no write."""
 
@@ -148,29 +148,22 @@ class TrainingWeight(KeepsAttributes):
             if isinstance(weights[0].high_precision, MXTensor) and not isinstance(values, MXTensor):
                 _refuse_values(func, weights[0])
             out = TrainingWeight(values, weights[0].linear_recipe, _shard_of(values, weights[0], func))
-            if weights[0].scattered:
-                out.scattered = True
+            if weights[0].in_dtensor:
+                out.in_dtensor = True
             if weights[0].refilled:
                 out.refilled = True
             return _with_states(out, weights[0], func)  # type: ignore[no-any-return]
 
         plain_args, plain_kwargs = tree_map_only(TrainingWeight, inside, (args, kwargs or {}))
+        refuse_product(func, weights)
         gathers = func in GATHERS and isinstance(args[0], TrainingWeight) and _gives_matrices(args)
         gives_weights = gathers or func in WEIGHT_RESULTS or func.is_view
         if not gives_weights and func not in SHAPES:
             for weight in weights:
                 if isinstance(weight.high_precision, MXTensor):
                     _refuse_values(func, weight)
-        if func in PRODUCTS and any(weight.scattered for weight in weights):
-            raise RuntimeError(
-                "torch's style of tensor parallelism would multiply this layer in high precision: it decomposes the "
-                "product before the recipe applies; use mx.parallel.ColwiseParallel and RowwiseParallel instead"
-            )
         with mode_of_views(func, weights[0]):
             out = func(*plain_args, **plain_kwargs)
-            if func.namespace == "c10d" and func._schema.name == "c10d::scatter_":
-                for weight in args[0]:
-                    weight.scattered = True
             if gives_weights:
                 out = tree_map_only(Tensor, outside, out)
             return return_and_correct_aliasing(func, args, kwargs or {}, out)
@@ -221,13 +214,16 @@ class TrainingWeight(KeepsAttributes):
         if not gathered.quantized:
             out_values = TrainingWeight(gathered_values(outputs, gathered, dtype), self.linear_recipe)
             out_values.refilled = True
+            out_values.in_dtensor = self.in_dtensor
             setattr(out_values, OWNER, self)
             return out_values, outputs
         cast = self.linear_recipe.weight.rowwise
         assert cast is not None
         recipe = LinearRecipe.inference(cast, cast, self.linear_recipe.kernel_preference)
         whole = MXTensor(*gathered_operands(outputs, gathered), recipe, dtype, gathered.whole, checked=True)
-        return TrainingWeight(whole, self.linear_recipe), outputs
+        out_codes = TrainingWeight(whole, self.linear_recipe)
+        out_codes.in_dtensor = self.in_dtensor
+        return out_codes, outputs
 
     def share_memory_(self) -> TrainingWeight:
         """Move the values to shared memory (torch's own method needs a storage, which a wrapper lacks)."""
@@ -335,4 +331,5 @@ WEIGHT_FUNCTIONS[Tensor.data_ptr] = _address
 
 tell_dynamo(TrainingWeight, {}, constants=("linear_recipe",))
 after_import("torch.distributed.checkpoint._state_dict_stager", lambda: hook_staging(MXTensor, TrainingWeight))
+after_import("torch.distributed.tensor", lambda: mark_parameters(TrainingWeight))
 after_import("torch.nested._internal.nested_tensor", lambda: let_weights_answer(TrainingWeight, WEIGHT_FUNCTIONS))

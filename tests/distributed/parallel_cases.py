@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor import parallel as plain
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -199,18 +199,32 @@ def sequence_parallel_of_one_copy(rank, folder):
 
 @case
 def torchs_own_styles(rank, folder):
-    """The errors of torch's own styles for a training weight."""
+    """The errors of torch's own styles for a training weight, and of weights that users make DTensors."""
     x, messages = torch.randn(4, IN), []
     dist.broadcast(x, 0)
-    for style in (plain.ColwiseParallel(), plain.RowwiseParallel(input_layouts=Replicate())):
-        layer = mx.quantize_(nn.Sequential(nn.Linear(IN, IN)), CONFIGS["mxfp8"])
-        layer = parallelize_module(layer, mesh(), {"0": style})
+
+    def local(name, module, mesh):
+        for key, parameter in module.named_parameters(recurse=False):
+            part = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
+            module.register_parameter(key, nn.Parameter(part))
+
+    ways = {
+        "columns": lambda layer: parallelize_module(layer, mesh(), plain.ColwiseParallel()),
+        "rows": lambda layer: parallelize_module(layer, mesh(), plain.RowwiseParallel(input_layouts=Replicate())),
+        "replicated": lambda layer: distribute_module(layer, mesh()),
+        "from_local": lambda layer: distribute_module(layer, mesh(), local),
+    }
+    for name, split in ways.items():
+        layer = split(mx.quantize_(nn.Linear(IN, IN), CONFIGS["mxfp8"]))
+        given = x if name in ("columns", "rows") else DTensor.from_local(x, mesh(), [Replicate()])
         try:
-            layer(x)
+            layer(given)
             messages.append("")
         except RuntimeError as e:
             messages.append(str(e))
-    return messages
+    weight = layer.weight
+    square = (weight @ weight.t()).full_tensor()  # a product that is no layer, as in a penalty
+    return messages, torch.equal(square, full(weight) @ full(weight).t())
 
 
 @long_case
