@@ -24,6 +24,7 @@ from ..core.torch_autocast import autocast_dtype
 from ..numerics.formats import Format, Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
+from ..training.fake_quantized_linear import FakeQuantizedLinear
 from ..training.local import local_of
 from ..training.training_weight import TrainingWeight
 from .all_gather_linear import gathered_linear, reason_for_values
@@ -40,11 +41,18 @@ def _local(t: DTensor | None) -> Tensor | None:
     return None if t is None else t.to_local()
 
 
-def _split_operands(weight: Any, dim: int) -> list[tuple[Format, int, bool]]:
+def _computes_locally(module: nn.Linear) -> bool:
+    """Whether the product of a layer is one of local tensors here; torch multiplies other layers as DTensors."""
+    kinds = isinstance(module.weight, MXTensor) or isinstance(module, FakeQuantizedLinear)
+    return kinds or _linear_recipe(module.weight) is not None
+
+
+def _split_operands(module: nn.Linear, dim: int) -> list[tuple[Format, int, bool]]:
     """The operands of a layer that ranks get parts of, when dimension ``dim`` of its weight (N, K) is split.
 
     Each is (format, the dimension of the operand, whether each rank quantizes its part on its own).
     """
+    weight: Any = module.weight
     recipe = _linear_recipe(weight)
     if recipe is not None:
         other = recipe.grad if dim == 0 else recipe.input  # grad (M, N), input (M, K): split along their last dimension
@@ -53,6 +61,10 @@ def _split_operands(weight: Any, dim: int) -> list[tuple[Format, int, bool]]:
         return [(cast.format, place, True) for cast, place in operands if cast is not None]
     if isinstance(weight, MXTensor):
         return [(weight.format, dim - 2 if Orientation.ROWWISE in weight.copies else -1 - dim, False)]
+    if isinstance(module, FakeQuantizedLinear):
+        inputs = module.activation_fake_quantizer
+        found = [(module.weight_fake_quantizer.cast.format, dim - 2, True)]
+        return found if inputs is None or dim == 0 else [*found, (inputs.cast.format, -1, True)]
     return []
 
 
@@ -68,7 +80,7 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
         raise ValueError(
             f"{name}={extent} does not divide into {world} equal parts; use a mesh of fewer ranks, or pad the layer"
         )
-    operands, recipe = _split_operands(weight, dim), _linear_recipe(weight)
+    operands, recipe = _split_operands(module, dim), _linear_recipe(weight)
     shared = recipe is not None and recipe.has_tensor_scales
     for format, place, scales_differ in operands:
         if shared and format.has_tensor_scale:
@@ -88,9 +100,11 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
             )
 
 
-def _product(x: Tensor, weight: DTensor, bias: Tensor | None, mesh: DeviceMesh, by_rows: bool) -> Tensor:
+def _product(self: nn.Linear, x: Tensor, bias: Tensor | None, mesh: DeviceMesh, by_rows: bool) -> Tensor:
     """The product of this rank; scales of whole tensors are shared with the other ranks."""
-    local, linear_recipe = cast(Tensor, _local(weight)), _linear_recipe(weight)
+    local, linear_recipe = cast(Tensor, _local(cast(DTensor, self.weight))), _linear_recipe(self.weight)
+    if isinstance(self, FakeQuantizedLinear):
+        return self.product(x, local, bias)
     if linear_recipe is not None and linear_recipe.has_tensor_scales:
         dtype = autocast_dtype(x) or x.dtype
         return split_linear(x, local, bias, linear_recipe, mesh.get_group(), by_rows, dtype)
@@ -110,7 +124,7 @@ def _columns(self: nn.Linear, x: DTensor) -> DTensor:
         if y is not None:
             return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
     x = x.redistribute(placements=[Replicate()])
-    y = _product(x.to_local(grad_placements=[Partial()]), weight, _local(bias), mesh, by_rows=False)
+    y = _product(self, x.to_local(grad_placements=[Partial()]), _local(bias), mesh, by_rows=False)
     return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
 
 
@@ -154,9 +168,10 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 
     ``input_layouts``: Replicate() (default), or Shard(dim) of a dimension of tokens, which is gathered: as codes and
     scales if ``explain()`` names the gather "quantized". Takes training weights (``quantize_`` with a recipe), frozen
-    MXTensors and plain weights; embeddings are torch's. ``parallelize_module`` raises ValueError for a layer whose
-    parts are not whole blocks, and NotImplementedError for delayed scaling and float8 with one scale per row.
-    Also takes ``mx.nn.Linear`` and ``mx.nn.LayerNormLinear``, whose recipe ``autocast`` gives.
+    MXTensors, layers that ``QATConfig`` has prepared, and plain weights; embeddings are torch's. ``parallelize_module``
+    raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for delayed scaling and
+    float8 with one scale per row. Also takes ``mx.nn.Linear`` and ``mx.nn.LayerNormLinear``, whose recipe ``autocast``
+    gives.
     """
 
     def __init__(
@@ -166,11 +181,15 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
         given = {"input_layouts": input_layouts, "output_layouts": output_layouts, "use_local_output": use_local_output}
         super().__init__(**_check_style("ColwiseParallel", given))
 
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if isinstance(module, nn.Linear):  # not the modules inside it, such as those that round
+            super()._partition_linear_fn(name, module, device_mesh)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             return _of_other_modules(self, module, "column", device_mesh) or super()._apply(module, device_mesh)
         _check_split(module, device_mesh, 0)
-        quantized = _linear_recipe(module.weight) is not None or isinstance(module.weight, MXTensor)
+        quantized = _computes_locally(module)
         if quantized and isinstance(self.input_layouts[0], Shard):
             self.desired_input_layouts = cast(Any, self.input_layouts)  # gathered by ``_columns``
         module = super()._apply(module, device_mesh)
@@ -186,7 +205,7 @@ def _rows(self: nn.Linear, x: DTensor) -> DTensor:
     """The sum over the ranks of the products with each rank's columns of the weight; then the bias."""
     last = x.dim() - 1
     part = x.to_local(grad_placements=[Shard(last)])
-    y = _product(part, cast(DTensor, self.weight), None, x.device_mesh, by_rows=True)
+    y = _product(self, part, None, x.device_mesh, by_rows=True)
     summed = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
     wanted: tuple[Placement, ...] = self._mx_output_layouts  # type: ignore[assignment]
     summed = summed.redistribute(placements=wanted)
@@ -208,11 +227,15 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         given = {"input_layouts": input_layouts, "output_layouts": output_layouts, "use_local_output": use_local_output}
         super().__init__(**_check_style("RowwiseParallel", given))
 
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if isinstance(module, nn.Linear):  # not the modules inside it, such as those that round
+            super()._partition_linear_fn(name, module, device_mesh)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
             return _of_other_modules(self, module, "row", device_mesh) or super()._apply(module, device_mesh)
         _check_split(module, device_mesh, 1)
-        quantized = _linear_recipe(module.weight) is not None or isinstance(module.weight, MXTensor)
+        quantized = _computes_locally(module)
         module = super()._apply(module, device_mesh)
         if quantized:
             module._mx_output_layouts = self.output_layouts  # type: ignore[assignment]

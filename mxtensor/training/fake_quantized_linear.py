@@ -22,6 +22,7 @@ from ..numerics.cast import Cast
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from .called_linear import CalledLinear
+from .local import is_sharded
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -59,6 +60,11 @@ class FakeQuantizer(nn.Module):
             )
         if x.is_nested:
             return over_rows(self.forward, x)
+        if is_sharded(x):
+            raise NotImplementedError(
+                f"FakeQuantizer: a tensor {tuple(x.shape)} is a DTensor; split layers that QATConfig prepared with "
+                "mx.parallel.ColwiseParallel and RowwiseParallel"
+            )
         out: Tensor = _StraightThrough.apply(x, self.cast, autocast_dtype(x) or x.dtype)
         return out
 
@@ -95,8 +101,12 @@ class FakeQuantizedLinear(CalledLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        if isinstance(self.weight, MXTensor):  # a conversion was interrupted after this layer
-            return F.linear(input, self.weight, self.bias)
+        return self.product(input, self.weight, self.bias)
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``forward`` with this weight and bias: those of the layer, or the parts of a rank."""
+        if isinstance(weight, MXTensor):  # a conversion was interrupted after this layer
+            return F.linear(input, weight, bias)
         if self.activation_fake_quantizer is not None:  # torch.autocast casts the input of the converted layer first
             input = self.activation_fake_quantizer(input.to(autocast_dtype(input) or input.dtype))
-        return F.linear(input, self.weight_fake_quantizer(self.weight), self.bias)
+        return F.linear(input, self.weight_fake_quantizer(weight), bias)

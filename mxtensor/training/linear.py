@@ -34,6 +34,7 @@ from ..recipe.linear_recipe import recipe_by_key
 from ..tensor.mxtensor import MXTensor
 from . import graph_ops, prepared
 from .accumulate import WeightOperands, cached_in_block
+from .local import is_sharded
 from .observe import OBSERVERS, LayerCall, notify
 from .operands import Scales, cached_operands
 from .passes import Inputs, Options, SavedOperands, cast_weight, forward
@@ -142,6 +143,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         layout = str(x.layout).removeprefix("torch.")
         raise TypeError(
             f"linear: the input is {layout}; convert it with .to_dense(), or compute inside mx.autocast(enabled=False)"
+        )
+    if is_sharded(x):
+        raise NotImplementedError(
+            f"linear: the input {tuple(x.shape)} is a DTensor, and the weight is not; pass the part of this rank, "
+            "x.to_local(), or split the layer with mx.parallel.ColwiseParallel or RowwiseParallel"
         )
     for name, t in (("input", x), ("weight", weight), ("bias", bias)):
         if t is not None and not t.dtype.is_floating_point:

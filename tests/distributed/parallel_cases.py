@@ -125,6 +125,26 @@ def columns_and_rows(rank, folder):
     return found
 
 
+@long_case
+def prepared_layers(rank, folder):
+    """Format -> the largest error of the gradients of layers prepared for quantization-aware training; the error for a
+    format with a scale of the whole weight."""
+    found = {}
+    for name in ("mxfp4", "mxint8-weight-only", "mxfp8[32x32]-weight-only"):
+        one = mx.quantize_(mlp(), mx.QATConfig(name))
+        two = parallelize_module(
+            copy.deepcopy(one), mesh(), {"0": mx.parallel.ColwiseParallel(), "2": mx.parallel.RowwiseParallel()}
+        )
+        torch.manual_seed(2)
+        x = torch.randn(TOKENS, IN)
+        for model in (one, two):
+            model(x).square().mean().backward()
+        found[name] = max(error(a.grad, b.grad) for a, b in zip(two.parameters(), one.parameters(), strict=True))
+    whole_scale = mx.quantize_(mlp(), mx.QATConfig("nvfp4"))
+    refused = message(lambda: parallelize_module(whole_scale, mesh(), {"0": mx.parallel.ColwiseParallel()}))
+    return found, refused
+
+
 @case(exact=True)
 def columns_alone(rank, folder):
     """Config -> of a layer split by columns whether result and gradients of weight and bias are bitwise those of one

@@ -72,6 +72,13 @@ def test_torchs_own_styles_raise_instead_of_running_a_recipe_in_high_precision(r
 
 
 @pytest.mark.exhaustive
+def test_layers_prepared_for_quantization_aware_training_train_like_those_of_one_rank(ranks):
+    for errors, (kind, text) in ranks("prepared_layers"):
+        assert len(errors) == 3 and max(errors.values()) < TOLERANCE
+        assert kind == "NotImplementedError" and "nvfp4 has one scale for the whole tensor" in text
+
+
+@pytest.mark.exhaustive
 def test_frozen_weights_are_split_with_their_codes_by_our_styles_and_by_torchs_own(ranks):
     for errors, kinds in ranks("frozen_weights"):
         assert len(errors) == 20 and max(errors.values()) < FLIPPED and kinds == {"MXTensor"}
