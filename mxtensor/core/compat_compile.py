@@ -16,6 +16,12 @@ import torch
 
 Function = Callable[..., Any]
 
+HigherOrderOperator: type = torch._ops.HigherOrderOperator
+"""The class of torch's ops that call functions, as Dynamo shows them to modes: ``torch.cond`` is one.
+
+No public name tells them from other functions. Missing: ``import mxtensor`` fails.
+"""
+
 
 def run_uncompiled(*functions: Any) -> None:
     """Dynamo does not compile these functions, nor what they call, when eager code calls them: after a graph break, or

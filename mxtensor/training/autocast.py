@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ..core.compat import function_mode_stack, remove_function_mode
-from ..core.compat_compile import run_uncompiled
+from ..core.compat import disable_torch_function, function_mode_stack, remove_function_mode
+from ..core.compat_compile import HigherOrderOperator, run_uncompiled
 from ..core.peer_names import refuse_arguments
 from ..core.scopes import Scope, Scopes
 from ..recipe import MXFP8BlockScaling, Recipe
@@ -41,6 +41,12 @@ class AutocastState:
     mode: AutocastMode | None = None
 
 
+WITH_BODIES = {
+    "checkpoint": "torch.utils.checkpoint",
+    "cond": "torch.cond", "while_loop": "while_loop", "scan": "scan", "map_impl": "map",
+    "invoke_subgraph": "torch.compiler.nested_compile_region",
+}  # fmt: skip
+"""Functions and ops of torch whose bodies Dynamo traces without the modes around the call -> what users call."""
 _autocast_state: Scopes[AutocastState | None] = Scopes("autocast", None)
 """None inside a block: as if there were no ``autocast`` around it."""
 
@@ -75,6 +81,8 @@ class AutocastMode(TorchFunctionMode):
                 "torch.compile cannot carry autocast into torch.utils.checkpoint, whose layers would run in high "
                 "precision; use mx.quantize_(model, recipe), or only one of autocast and checkpoint"
             )
+        if func is checkpoint or (torch.compiler.is_dynamo_compiling() and isinstance(func, HigherOrderOperator)):
+            return self._call_with_body(func, args, kwargs or {})
         state = self.state if torch.compiler.is_dynamo_compiling() else autocast_state()
         if state is not None and func in MODE_BODIES:
             with AutocastMode(self.state):  # torch removes the mode while it calls this method
@@ -85,6 +93,18 @@ class AutocastMode(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
             return watched(func, args, kwargs or {})
         return rule(linear_recipe_of(state), state.group, func, args, kwargs or {})
+
+    def _call_with_body(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function that calls functions of the user, which Dynamo mostly traces without the modes around the call."""
+        if func.__name__ not in WITH_BODIES:
+            return func(*args, **kwargs)
+        if self.state.recipe is None:
+            with disable_torch_function():  # an autocast around this one does not apply
+                return func(*args, **kwargs)
+        raise NotImplementedError(
+            f"torch.compile cannot carry autocast into {WITH_BODIES[func.__name__]}, whose layers would run in high "
+            "precision; leave it out, or call it inside mx.autocast(enabled=False)"
+        )
 
 
 class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine write it)
