@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ..recipe.linear_recipe import LinearRecipe
+from ..training import recompute
 from ..training.histories import delayed_states
 from ..training.interception import delayed_state
 from ..training.training_weight import TrainingWeight, values_of
@@ -22,12 +23,19 @@ def training_parameter(weight: nn.Parameter, linear_recipe: LinearRecipe) -> nn.
         for name, state in delayed_states(weight).items():  # from autocast with the same recipe, or of a slice
             setattr(out, name, state)
         delayed_state(out, linear_recipe)
+    _prepare_checkpoints(linear_recipe)
     out.grad = weight.grad
     for name in HOOKS:
         hooks = getattr(weight, name)
         if hooks is not None:
             setattr(out, name, hooks)
     return out
+
+
+def _prepare_checkpoints(linear_recipe: LinearRecipe) -> None:
+    """Let reentrant checkpoints tell a layer that draws random numbers of their first pass."""
+    if linear_recipe.draws_forward:
+        recompute.install()
 
 
 def undo_of(weight: TrainingWeight) -> Callable[[], None]:
@@ -46,6 +54,7 @@ def change_recipe(weight: TrainingWeight, linear_recipe: LinearRecipe) -> None:
     _set(weight, linear_recipe, {} if linear_recipe.delayed is None else delayed_states(weight))
     if linear_recipe.delayed is not None:
         delayed_state(weight, linear_recipe)
+    _prepare_checkpoints(linear_recipe)
 
 
 def _set(weight: TrainingWeight, linear_recipe: LinearRecipe, states: dict[str, object]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.arguments import FLAG, INTEGER, TEXT, check, instance, optional
 from ..numerics.cast import Cast
-from ..numerics.formats import Format
+from ..numerics.formats import Format, Rounding
 from .kernel_preference import KernelPreference
 
 
@@ -178,6 +178,12 @@ class LinearRecipe:
         tensors = self.input, self.weight, self.grad
         casts = [cast for casts in tensors for cast in (casts.rowwise, casts.columnwise) if cast is not None]
         return any(cast.format.has_tensor_scale for cast in casts)
+
+    @property
+    def draws_forward(self) -> bool:
+        """Whether a forward pass draws random numbers: to round inputs or weights stochastically."""
+        casts = (self.input.rowwise, self.input.columnwise, self.weight.rowwise, self.weight.columnwise)
+        return any(cast is not None and cast.rounding is Rounding.STOCHASTIC for cast in casts)
 
     def __reduce__(self) -> Any:
         """Unpickling calls the constructor, which enters ``key`` in the table of that process."""

@@ -38,6 +38,7 @@ from .local import is_sharded
 from .observe import OBSERVERS, LayerCall, notify
 from .operands import Scales, cached_operands
 from .passes import Inputs, Options, SavedOperands, cast_weight, forward
+from .recompute import in_first_pass
 from .stack_operands import layout_of
 from .training_weight import values_of
 
@@ -96,7 +97,8 @@ def _linear(
             cached = cached_operands(weight, options.linear_recipe) if cached is None else cached
         else:
             _check_stack(x, weight, ends)
-        y: Tensor = _Linear.apply(x, weight, bias, options, scales, cached, ends, _trains(x, weight))
+        will_train = _will_train(options)
+        y: Tensor = _Linear.apply(x, weight, bias, options, scales, cached, ends, _trains(x, weight), will_train)
         if OBSERVERS:
             notify(y, LayerCall(x, weight, options.linear_recipe, scales, ends))
         return y
@@ -122,6 +124,12 @@ def _trains(x: Tensor, weight: Tensor) -> bool:
     if x.requires_grad or weight.requires_grad:
         _warn_of_export()
     return False
+
+
+def _will_train(options: Options) -> bool:
+    """Whether this pass, without gradients, is repeated with them and has to draw the same random numbers: it makes all
+    copies that the other one makes."""
+    return not torch.is_grad_enabled() and in_first_pass() and options.linear_recipe.draws_forward
 
 
 @cache
@@ -229,9 +237,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
-        cached: tuple[Operand | None, Operand | None] | None, ends: Tensor | None, trains: bool,
+        cached: tuple[Operand | None, Operand | None] | None, ends: Tensor | None, trains: bool, will_train: bool,
     ) -> Tensor:  # fmt: skip
         needs = tuple(trains and need for need in ctx.needs_input_grad[:3])
+        if will_train:
+            needs = (True, weight.requires_grad, False)
         layer: prepared.Layer | None = None
         graph_weight: tuple[int, ...] | None = None
         tensors: Sequence[Tensor]
@@ -275,4 +285,4 @@ class _Linear(torch.autograd.Function):
             else:
                 ends, tensors = (tensors[-1], tensors[:-1]) if has_ends else (None, tensors)
                 found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer, ends)
-            return *found, None, None, None, None, None
+            return *found, None, None, None, None, None, None

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mxtensor as mx
+from mxtensor.numerics.cast import Cast
 from mxtensor.recipe import (
+    CustomRecipe,
     DelayedScaling,
     Float8CurrentScaling,
     Format,
@@ -236,6 +238,23 @@ assert getattr(layer[0].weight, STATE).history[0].count_nonzero() == 3
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@ways
+@pytest.mark.parametrize("tensors", ["input", "weight", "input weight grad"])
+@pytest.mark.parametrize("way", ["autocast", "quantize_"])
+def test_stochastic_rounding_repeats(checkpointed, tensors, way):
+    """A reentrant checkpoint runs first without gradients, where a layer would need, and round, fewer copies."""
+    stochastic = Cast.of("mxfp4", rounding="stochastic")
+    recipe = CustomRecipe(*(stochastic if name in tensors else "mxfp4" for name in ("input", "weight", "grad")))
+    net, (x, g) = model(), problem()
+    if way == "quantize_":
+        mx.quantize_(net, recipe)
+    results = []
+    for fn in (net, lambda x: checkpointed(net, x)):
+        torch.manual_seed(3)
+        results.append(step(fn, net, x, g, recipe if way == "autocast" else None)[0])
+    assert same(*results)
 
 
 def test_checkpoints_outside_autocast_behave_as_in_torch():
