@@ -15,7 +15,7 @@ from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
-from .weights import Weight
+from .weights import Weight, codes_of_others
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -64,6 +64,12 @@ def _check(weight: Weight) -> None:
     value, name = values_of(weight.value), weight.fqn
     check_plain(f"quantize_: {name}", value)
     if value.dtype not in DTYPES:
+        codes = codes_of_others(weight.module)
+        if codes:
+            raise TypeError(
+                f"quantize_: {name} is {dtype_name(value.dtype)}, codes of another library beside {codes}; convert the "
+                "checkpoint by mx.checkpoints.convert and load the result, or leave the layer out by filter_fn"
+            )
         raise TypeError(
             f"quantize_: {name} is {dtype_name(value.dtype)}; weights are float32, bfloat16, float16 "
             "or float64: convert it, or leave the layer out by filter_fn"

@@ -147,6 +147,8 @@ def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[Weight]:
         if kind is not None and _accepts(filter_fn, module, fqn):
             for name in kind.names:
                 weight = getattr(module, name, None)
+                if weight is None and len(kind.names) == 1:
+                    _check_absent(module, f"{fqn}.{name}" if fqn else name)
                 if weight is not None and not isinstance(weight, MXTensor):
                     _check_parameter(weight, f"{fqn}.{name}" if fqn else name)
                     yield Weight(module, name, kind, fqn)
@@ -206,6 +208,23 @@ def _check_filter(filter_fn: FilterFn | None) -> None:
             f"quantize_: filter_fn is {name}, which takes {arguments}; pass a function of two arguments, the module "
             "and its name"
         ) from None
+
+
+def codes_of_others(module: nn.Module) -> str:
+    """What another library stores in the place of a weight, or beside one that is codes: ``weight_packed`` and
+    ``weight_scale`` of compressed-tensors, ``weight_scale_inv`` of transformers' float8. Empty if there is nothing."""
+    names = (name for name in (*module._parameters, *module._buffers) if "scale" in name or "packed" in name)
+    return ", ".join(names)
+
+
+def _check_absent(module: nn.Module, fqn: str) -> None:
+    """Raise TypeError for a layer without a weight if it has codes of another library."""
+    codes = codes_of_others(module)
+    if codes:
+        raise TypeError(
+            f"quantize_: {fqn} is quantized already, by another library, as {codes}; convert the checkpoint by "
+            "mx.checkpoints.convert and load the result, or leave the layer out by filter_fn"
+        )
 
 
 def _check_parameter(weight: Any, fqn: str) -> None:

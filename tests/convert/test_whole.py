@@ -73,6 +73,28 @@ def test_an_unfit_weight_in_the_third_layer_changes_nothing(name, config):
     assert_unchanged(model, before)
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    "weight, others, message",
+    [
+        (None, ("weight_packed", "weight_scale"), "quantized already, .* as weight_packed, weight_scale"),
+        (torch.zeros(64, 64).to(torch.float8_e4m3fn), ("weight_scale_inv",), "library beside weight_scale_inv"),
+    ],
+    ids=["compressed-tensors", "float8"],
+)
+def test_codes_of_another_library_in_the_third_layer_change_nothing(config, weight, others, message):
+    model = net()
+    model[2].weight = None if weight is None else frozen(weight)
+    for name in others:
+        model[2].register_parameter(name, frozen(torch.zeros(64, 2, dtype=torch.uint8)))
+    before = state_of(model)
+    with pytest.raises(TypeError, match=rf"2\.weight is .*{message}; convert the checkpoint by mx.checkpoints.convert"):
+        mx.quantize_(model, config)
+    assert_unchanged(model, before)
+    mx.quantize_(model, config, filter_fn=lambda module, name: name == "3")
+    assert type(model[3].weight) in (mx.MXTensor, TrainingWeight)
+
+
 def test_a_shape_that_the_format_refuses_changes_nothing(monkeypatch):
     """No format refuses a matrix today; a new one may."""
     usual = changes.quantize_as
