@@ -42,6 +42,8 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 
 
 CALLS: dict[Any, Callable[..., Call | None]] = {
     F.linear: _linear,
+    torch.ops.aten.linear: _linear,
+    torch.ops.aten.linear.default: _linear,  # of programs of torch.export
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
     torch.mm: _mm,

@@ -777,6 +777,16 @@ def test_compiled_checkpointing_is_refused(where):
     check_compiled(fn, torch.compile(fn, backend="aot_eager"), x, list(net.parameters()), g, recipe=recipe)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_an_exported_program_trains_quantized(compiled):
+    net, x, g = model(), leaf(8, 64), torch.randn(8, 32)
+    program = torch.export.export(net, (x.detach(),)).module()
+    names = [name for name, _ in net.named_parameters()]
+    call = torch.compile(program, backend="aot_eager") if compiled else program
+    expected = step(net, x, list(net.parameters()), g)
+    assert same(step(call, x, [program.get_parameter(name) for name in names], g), expected)
+
+
 region = torch.compiler.nested_compile_region(lambda layer, x: layer(x))
 BODIES = {
     "cond": lambda net, x: torch.cond(x.sum() > 0, lambda x: net(x), lambda x: -net(x), (x,)),
