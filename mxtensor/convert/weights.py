@@ -213,8 +213,8 @@ def _check_filter(filter_fn: FilterFn | None) -> None:
 def codes_of_others(module: nn.Module) -> str:
     """What another library stores in the place of a weight, or beside one that is codes: ``weight_packed`` and
     ``weight_scale`` of compressed-tensors, ``weight_scale_inv`` of transformers' float8. Empty if there is nothing."""
-    names = (name for name in (*module._parameters, *module._buffers) if "scale" in name or "packed" in name)
-    return ", ".join(names)
+    stored = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return ", ".join(name for name, _ in stored if "scale" in name or "packed" in name)
 
 
 def _check_absent(module: nn.Module, fqn: str) -> None:
