@@ -7,9 +7,12 @@ Writes that are only traced count by themselves, because they change no memory.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .tracing import is_traced
 
 _counts = {False: 0, True: 0}
 
@@ -19,11 +22,14 @@ def note_write(target: Tensor) -> None:
     _counts[has_no_memory(target)] += 1
 
 
-def count_writes(wrappers: Iterable[Tensor]) -> None:
-    """Count a write to each tensor, as torch does for all ops but those that return nothing (``_foreach_add_``).
+def count_writes(op: Any, wrappers: Iterable[Tensor]) -> None:
+    """Count a write of ``op`` to each tensor if torch does not: it counts those of all ops but the ones that return
+    nothing (``_foreach_add_``).
 
     Those write the tensors inside, and torch sees no write to the wrappers that a backward pass will read.
     """
+    if op._schema.returns or is_traced():
+        return
     counted = [t for t in wrappers if not t.is_inference()]
     if counted:
         torch.autograd.graph.increment_version(counted)

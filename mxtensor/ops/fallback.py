@@ -120,8 +120,7 @@ def write(func: Any, args: Any, kwargs: Any) -> Any:
         return read(func, args, kwargs)
     with measure(note(func, targets, "requantized", "writes values")):
         out = _write(func, args, kwargs, targets)
-    if not func._schema.returns and not is_traced():
-        count_writes(targets)
+    count_writes(func, targets)
     return out
 
 

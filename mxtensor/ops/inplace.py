@@ -128,8 +128,7 @@ def foreach_copy_(func: Any, args: Any, kwargs: Any) -> None:
     """``copy_`` of each pair."""
     for target, source in zip(*args[:2], strict=True):
         target.copy_(source)
-    if not is_traced():
-        count_writes(args[0])
+    count_writes(func, args[0])
 
 
 @implements_function(Tensor.__setitem__)

@@ -10,7 +10,6 @@ from ..core.autograd import mode_of_views
 from ..core.compat import tree_flatten, tree_leaves, tree_unflatten
 from ..core.dispatch import VIEW_FALLBACK, arguments_of, names_written
 from ..core.explain import measure
-from ..core.tracing import is_traced
 from ..core.writes import count_writes, has_no_memory
 from ..tensor.dequantized_view import Decoded, DequantizedView
 from .fallback import is_view, keeps_size, note, viewed
@@ -105,8 +104,7 @@ def _write(func: Any, flat: list[Any], spec: Any, targets: list[DequantizedView]
             write_back(decoded.base, decoded.with_written(target))
             if has_no_memory(target._plain):
                 decoded.values()  # now, because a graph that returns the view may not compute them later
-        if not func._schema.returns and not is_traced():
-            count_writes(targets)
+        count_writes(func, targets)
         given = {id(p): t for p, t in zip(plain, flat, strict=True) if isinstance(t, DequantizedView)}
         results, structure = tree_flatten(out)
         return tree_unflatten([given.get(id(r), r) for r in results], structure)

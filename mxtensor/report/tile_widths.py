@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..kernels.small_m.config import LaunchConfig, registers
+from ..kernels.small_m.config import LaunchConfig, registers, registers_in_use
 from ..kernels.small_m.costs import tiles_at_a_time, tiles_of
 from ..kernels.small_m.direct import has_registers
 from ..kernels.small_m.shared_memory import Gpu
@@ -60,7 +60,7 @@ def even_tiles(format: Format, rows: int) -> Iterator[LaunchConfig]:
                     config = LaunchConfig(
                         1, cols // 8, wr, wk, 4, stages, blocks, split, False, True, ahead, 0, False, sends, direct
                     )
-                    used = 4 * config.nt + 2 * ahead * format.element.bits + OTHER_REGISTERS
+                    used = registers_in_use(config, format.element.bits) + OTHER_REGISTERS
                     if has_registers(format, config) if direct else used <= registers(config).compute + 8:
                         yield config
 

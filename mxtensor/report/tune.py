@@ -24,7 +24,7 @@ from ..kernels.quantize.select import quantize_operand
 from ..kernels.runtime import nvrtc
 from ..kernels.runtime.cuda_macros import RESERVED
 from ..kernels.small_m.compile_ahead import compile_all
-from ..kernels.small_m.config import KINDS, LaunchConfig, registers
+from ..kernels.small_m.config import KINDS, LaunchConfig, registers, registers_in_use
 from ..kernels.small_m.costs import tiles_at_a_time, tiles_of
 from ..kernels.small_m.heuristics import FEW, ROWS, WGMMA_CAPABILITY, Measured, gpu_of, path_of, read, write
 from ..kernels.small_m.launch import Weight, launch
@@ -99,7 +99,7 @@ def wgmma(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConf
         config = LaunchConfig(
             1, nt, wr, wk, 4, stages, blocks, split, False, True, ahead, 0, reduce_global, reduce_dsmem
         )
-        used = 4 * nt + ahead * 2 * bits  # registers for sums and for loads in flight
+        used = registers_in_use(config, bits)
         if (nt == 32) != (stages < 8) or not 8 <= wr * wk * blocks <= 16 or (blocks == 3 and wr * wk != 4):
             continue
         if used + OTHER_REGISTERS > registers(config).compute or (ahead > 2 and used < 32):

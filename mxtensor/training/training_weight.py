@@ -29,7 +29,6 @@ from ..core.compat_hooks import hook_staging, let_optimizers_take, let_weights_a
 from ..core.dispatch import written
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
-from ..core.tracing import is_traced
 from ..core.when_imported import PENDING, after_import, install_pending
 from ..core.writes import count_writes
 from ..recipe.linear_recipe import LinearRecipe
@@ -289,8 +288,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> None:
         return t.high_precision
 
     func(*map(inside, args), **{key: inside(value) for key, value in kwargs.items()})
-    if not is_traced():
-        count_writes(t for t in tree_flatten(written(func, args, kwargs))[0] if isinstance(t, TrainingWeight))
+    count_writes(func, (t for t in tree_flatten(written(func, args, kwargs))[0] if isinstance(t, TrainingWeight)))
 
 
 def _gives_matrices(args: Any) -> bool:

@@ -53,7 +53,7 @@ DEVICE u32 subtract_bfloat16(u32 a, u32 b) {
     return difference;
 }
 
-// ---------------------------------------------------------------------------------------------- barriers and the copy engine
+// ---------------------------------------------------------------------------------------------- the copy engine
 
 // mbarriers in shared memory count arrivals and bytes; their phases are numbered from 0.
 DEVICE void begin_barrier(u64* barrier, u32 count) {

@@ -68,8 +68,8 @@ DEVICE void clear(Total& sums) {
 // Multiplies the four fragments of piece H by its columns in tiles SLOT and SLOT + 1 of a round. Then the fragments
 // before, and the tiles that only they had to read, are free.
 template <int SLOT, int H> DEVICE void multiply_piece(Total& sums, Work& work, const Tiles& tiles) {
-    if (!BOTH_TILES || H == 0) wait_at<SLOT + (BOTH_TILES ? 0 : H)>(work.barriers, work.round);
-    if (BOTH_TILES && H == 0) wait_at<SLOT + 1>(work.barriers, work.round);
+    if (H == 0 || !BOTH_TILES) wait_at<SLOT + H>(work.barriers, work.round);
+    if (H == 0 && BOTH_TILES) wait_at<SLOT + 1>(work.barriers, work.round);
     begin_wgmma(work.a[H]);
 #pragma unroll
     for (int j = 0; j < 4; j++)

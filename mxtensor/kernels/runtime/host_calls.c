@@ -14,6 +14,8 @@
 #define MOST_ARGUMENTS 64
 #define MOST_BYTES 4096
 #define MOST_ADDRESSES 32
+#define MAP_BYTES 128  // of a tensor map, as in tensor_map.py
+#define MAP_ALIGNMENT 64
 
 // ------------------------------------------------------------------------------------------------ what both share
 
@@ -72,7 +74,7 @@ typedef struct {
 } Launches;
 
 static int run_step(Launches *self, const Step *step, const uint64_t *given) {
-    _Alignas(64) uint8_t block[MOST_BYTES];  // for tensor maps
+    _Alignas(MAP_ALIGNMENT) uint8_t block[MOST_BYTES];
     void *pointers[MOST_ARGUMENTS];
     memcpy(block, step->block, step->size);
     for (uint32_t i = 0; i < step->moves; i++) {
@@ -172,7 +174,7 @@ static int read_step(Step *step, PyObject *tuple, Py_ssize_t addresses) {
     if (!step->offsets) return -1;
     step->moved = read_moved(moved, step, addresses, sizeof(uint64_t), &step->moves);
     if (!step->moved) return -1;
-    step->maps = read_moved(maps, step, addresses, 128, &step->map_count);
+    step->maps = read_moved(maps, step, addresses, MAP_BYTES, &step->map_count);
     return step->maps ? 0 : -1;
 }
 

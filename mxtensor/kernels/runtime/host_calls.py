@@ -23,14 +23,13 @@ from torch.cuda import check_error
 from .cuda_driver import LaunchSettings, driver, use_context
 from .disk_cache import warn_once
 from .native_build import load
+from .tensor_map import ALIGNMENT
 
 SOURCE = Path(__file__).parent / "host_calls.c"
 NAME = "mxtensor_host_calls"
 FLAGS: tuple[str, ...] = ("-xc", "-O2", "-shared", "-fPIC", "-pthread")
 MOST_ARGUMENTS, MOST_BYTES, MOST_ADDRESSES = 64, 4096, 32
 """Of a launch: arguments, bytes of them, and addresses of a call; as in ``host_calls.c``."""
-MAP_ALIGNMENT = 64
-"""Of the arguments in memory: that of a tensor map."""
 
 Run = Callable[..., None]
 """``run(stream, *addresses)``."""
@@ -57,7 +56,7 @@ class Step(NamedTuple):
     moved: tuple[tuple[int, int, int], ...]
     """(offset in the block, number of an address of the call, bytes above it) of each argument that is an address"""
     maps: tuple[tuple[int, int, int], ...] = ()
-    """the same of each tensor map, which is moved to the address; offsets are multiples of 64"""
+    """the same of each tensor map, which is moved to the address; offsets are multiples of ``ALIGNMENT``"""
 
 
 @cache
@@ -137,8 +136,8 @@ class PythonLaunches:
         self._steps = [self._prepared(step) for step in steps]
 
     def _prepared(self, step: Step) -> tuple[Any, ...]:
-        memory = ctypes.create_string_buffer(len(step.block) + MAP_ALIGNMENT)
-        block = (ctypes.c_char * len(step.block)).from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
+        memory = ctypes.create_string_buffer(len(step.block) + ALIGNMENT)
+        block = (ctypes.c_char * len(step.block)).from_buffer(memory, -ctypes.addressof(memory) % ALIGNMENT)
         block.raw = step.block
         start = ctypes.addressof(block)
         at = [start + offset for offset in step.offsets]

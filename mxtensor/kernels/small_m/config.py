@@ -148,6 +148,11 @@ def registers(config: LaunchConfig) -> Registers:
     return Registers(min(at_start, 255), min(left, 240), LEAST_REGISTERS)
 
 
+def registers_in_use(config: LaunchConfig, bits: int) -> int:
+    """Registers of a thread that multiplies for its sums and for the codes of ``bits`` bits that it loads ahead."""
+    return 4 * config.nt + 2 * config.ahead * bits
+
+
 # ---------------------------------------------------------------------------------------------- facts
 
 

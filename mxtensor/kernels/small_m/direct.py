@@ -8,7 +8,7 @@ from torch import Tensor
 from ...numerics.cast import Cast
 from ...numerics.formats import E4M3, E5M2, UE4M3, Format
 from ..runtime.tensor_map import TensorMap
-from .config import LaunchConfig, registers
+from .config import LaunchConfig, registers, registers_in_use
 
 OTHER_REGISTERS = 72
 """Registers of a thread that multiplies, beside its sums and the codes that it loads ahead: with fewer some spill."""
@@ -32,5 +32,4 @@ def map_of_tiles(x: Tensor, cols: int) -> TensorMap:
 
 def has_registers(format: Format, config: LaunchConfig) -> bool:
     """Whether the threads of a direct config have enough registers."""
-    used = 4 * config.nt + 2 * config.ahead * format.element.bits
-    return used + OTHER_REGISTERS <= registers(config).compute
+    return registers_in_use(config, format.element.bits) + OTHER_REGISTERS <= registers(config).compute
