@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mxtensor as mx
-from examples.ranks import wait_for_sends
+from examples.ranks import leave
 from mxtensor.recipe import MXFP8BlockScaling
 
 from .cuda import Target, print_verdicts
@@ -157,8 +157,7 @@ def work(rank: int, world: int, folder: str, device: str, quick: bool, batch: in
             print(f"{config}: {rows[-1].tokens_a_second:.0f} tokens/s", flush=True)
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps([asdict(row) for row in rows]))
-    wait_for_sends()
-    dist.destroy_process_group()
+    leave()
 
 
 def run(world: int, device: str, quick: bool, batch: int = BATCH) -> list[FsdpRow]:

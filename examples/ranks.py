@@ -122,17 +122,22 @@ def joined(device: str, split: int = 1) -> Iterator[Ranks]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), split)
-        wait_for_sends()
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        dist.destroy_process_group()  # the other ranks may not come
+        raise
+    leave()
 
 
-def wait_for_sends() -> None:
-    """Wait for all ranks, and for gloo's threads to release the tensors that they sent.
+def leave() -> None:
+    """End the process group, if there is one, when all ranks are here and gloo has released the tensors that it sent.
 
-    A thread that releases a tensor needs Python's lock. While Python shuts down, such a thread is ended and aborts the
-    process ("terminate called without an active exception", pytorch issue 190489). torch offers no way to ask for it.
+    A thread of gloo that releases a tensor needs Python's lock. While Python shuts down, such a thread is ended and
+    aborts the process ("terminate called without an active exception", pytorch issue 190489). torch offers no way to
+    wait for it.
     """
+    if not dist.is_initialized():
+        return
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     if dist.get_backend() == "gloo":
         time.sleep(0.5)
+    dist.destroy_process_group()

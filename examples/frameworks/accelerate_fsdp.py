@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
+from ..ranks import leave
 from .common import SIZE, Windows, kill_at, llama, parsed, share_scales, write_result
 
 
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             engine.wait_for_everyone()
         kill_at(len(losses), args)
     write_result(args, model, losses)
+    leave()
     engine.end_training()
 
 

@@ -20,6 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainerCa
 
 import mxtensor as mx
 
+from ..ranks import leave
 from .common import SIZE, Windows, kill_at, llama, made, parsed, share_scales, write_result
 
 
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer = Trainer(model, options, train_dataset=Windows(256), callbacks=[Steps(args)])
     trainer.train(resume_from_checkpoint=args.resume)
     write_result(args, model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    leave()
 
 
 if __name__ == "__main__":

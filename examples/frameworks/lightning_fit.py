@@ -24,6 +24,7 @@ except ImportError:  # the package that has Lightning's trainer alone
     import pytorch_lightning as lightning  # type: ignore[no-redef]
 
 from ..gpt import GPT, paper_layers
+from ..ranks import leave
 from .common import SIZE, Windows, kill_at, made, parsed, random_state, set_random_state, share_scales, write_result
 
 
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     trainer.fit(module, ckpt_path="last" if args.resume else None)
     write_result(args, module.model, module.losses)
+    leave()
 
 
 if __name__ == "__main__":

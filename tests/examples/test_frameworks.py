@@ -33,7 +33,7 @@ def run(name, folder, recipe, device, *options):
     module, *switches = name.split()
     arguments = [*switches, "--folder", folder, "--recipe", recipe, "--steps", STEPS, "--save", SAVE, *options]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", f"examples.frameworks.{module}", *map(str, arguments)]
+    command += ["-m", "tests.helpers.leaves_group", f"examples.frameworks.{module}", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""

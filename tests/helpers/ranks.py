@@ -110,10 +110,9 @@ def joined(rank, folder, seconds=60, backend=BACKEND, world=WORLD):
     limit = datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit)
     yield
-    from examples.ranks import wait_for_sends
+    from examples.ranks import leave
 
-    wait_for_sends()
-    dist.destroy_process_group()
+    leave()
 
 
 def work(rank, folder, store, long, keys, place):
