@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import check_fields, described
-from ..core.names import find, suggestion, without_weight_only
+from ..core.names import find, operands_of, suggestion
 from ..core.peer_names import instead_of
 from ..numerics.cast import Cast
 from ..numerics.formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
@@ -194,7 +194,7 @@ def recipe_of(config: Any) -> LinearRecipe:
     """The LinearRecipe of a config: a LinearRecipe itself, an object with ``linear_recipe()``, a config object of
     torchao, or the name of a format.
 
-    A name (``"mxfp8"``, ``"mxfp8-weight-only"``), a dtype or a Format gives an inference recipe. Raises ValueError for
+    A name (``"mxfp8"``, ``"mxfp8-weight-only"``, ``"mxfp4-weight-mxint8-activation"``), a dtype or a Format gives an inference recipe. Raises ValueError for
     an unknown format name, TypeError for any other object.
     """
     if isinstance(config, type):
@@ -232,16 +232,16 @@ CLASSES = {kind.__name__: f"mx.recipe.{kind.__name__}" for kind in RECIPES} | {
 
 
 def _recipe_called(text: str) -> LinearRecipe:
-    """The inference recipe of a format's name, with or without an end that means weight-only."""
-    name, weight_only = without_weight_only(text)
+    """The inference recipe of a name: a format's, or one that ``operands_of`` takes apart."""
+    weight, activation = operands_of(text)
     try:
-        return LinearRecipe.inference(name, None if weight_only else name)
+        return LinearRecipe.inference(weight, activation)
     except ValueError:
         named = find(text, CLASSES)
         if named is not None:
             raise ValueError(f"{text!r} names a class; pass an instance, {CLASSES[named]}()") from None
         short = [f"{format}-weight-only" for format in (*FORMATS, *FORMATS.aliases)]
         hint = suggestion(text, [*CLASSES, *short]) if len(text) > 5 else ""
-        if hint and not weight_only and not suggestion(name, FORMATS):
+        if hint and activation == text and not suggestion(text, FORMATS):
             raise ValueError(f"unknown format or config {text!r}; {hint}") from None
         raise

@@ -30,15 +30,20 @@ def find(text: str, names: Iterable[str]) -> str | None:
     return next((name for name in names if key(name) == key(text)), None)
 
 
-def without_weight_only(text: str) -> tuple[str, bool]:
-    """``text`` without the end that means weight-only, and whether it had one: ``"mxfp8-weight-only"``, ``"mxfp8_wo"``.
+def operands_of(text: str) -> tuple[str, str | None]:
+    """The formats of weights and of activations in the name of an inference recipe; None leaves activations as they are.
 
-    What is left is spelt as ``key`` spells it if an end was removed.
+    ``"mxfp8"`` is both, ``"mxfp8-weight-only"`` and ``"mxfp8_wo"`` are ``("mxfp8", None)``, and
+    ``"mxfp4-weight-mxint8-activation"`` is ``("mxfp4", "mxint8")``, spelt as ``key`` spells names.
     """
+    short = key(text)
     for end in WEIGHT_ONLY:
-        if key(text).endswith(end) and key(text) != end:
-            return key(text).removesuffix(end), True
-    return text, False
+        if short.endswith(end) and short != end:
+            return short.removesuffix(end), None
+    weight, found, activation = short.removesuffix("activation").partition("weight")
+    if found and weight and activation and short.endswith("activation"):
+        return weight, activation
+    return text, text
 
 
 def suggestion(text: str, names: Iterable[str]) -> str:

@@ -298,8 +298,8 @@ def get_format(name: Format | str | torch.dtype) -> Format:
     row = names.find(match[1] if match else text, known)
     if row is not None:
         return _with_block(FORMATS[row], match) if match else FORMATS[row]
-    bare, weight_only = names.without_weight_only(text)
-    base = names.find(bare, known) if weight_only else None
+    weight, activation = names.operands_of(text)
+    base = None if activation == text else names.find(weight, known)
     if base is not None:
         raise ValueError(f"{name!r} names a recipe of quantize_, not a format; did you mean {base!r}?")
     choices = names.choices("formats", match[1] if match else text, known)

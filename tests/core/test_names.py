@@ -52,6 +52,13 @@ def test_weight_only_in_any_spelling(text, name, end):
     assert recipe_of(text).activation.format.name == name
 
 
+@pytest.mark.parametrize("text", ["mxfp4-weight-mxint8-activation", "MXFP4_Weight_MXINT8_Activation"])
+def test_the_name_of_a_recipe_with_two_formats(text):
+    recipe = recipe_of(text)
+    assert recipe == mx.LinearRecipe.inference("mxfp4", "mxint8")
+    assert recipe_of("float8_row-weight-mxfp8-activation") == mx.LinearRecipe.inference("float8_row", "mxfp8")
+
+
 def test_quantize_shows_the_canonical_name():
     layer = mx.quantize_(torch.nn.Linear(64, 64), "MXFP4_weight_only")
     assert "format=mxfp4_e2m1" in repr(layer.weight) and layer.weight.recipe.activation is None
@@ -70,7 +77,10 @@ def test_other_names_raise_with_those_they_could_be(text, end):
         format_name(text)
 
 
-@pytest.mark.parametrize(("text", "name"), [("mxfp8-weight-only", "mxfp8"), ("NVFP4_wo", "nvfp4")])
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("mxfp8-weight-only", "mxfp8"), ("NVFP4_wo", "nvfp4"), ("mxfp4-weight-mxint8-activation", "mxfp4")],
+)
 def test_the_name_of_a_recipe_is_no_format(text, name):
     for call in (mx.get_format, mx.Cast.of, lambda text: mx.quantize(torch.ones(32, 32), text)):
         with pytest.raises(ValueError, match=f"^'{text}' names a recipe of quantize_, .*; did you mean '{name}'"):
@@ -81,6 +91,7 @@ FIRST = [
     (mx.checkpoints.get_layout, "compressed", "unknown layout 'compressed'; did you mean 'compressed-tensors'? T"),
     (lambda name: mx.kernels(name).__enter__(), "dequan", "unknown product kernel 'dequan'; did you mean 'dequant'? T"),
     (recipe_of, "mxfp8-weigth-only", "unknown format or config 'mxfp8-weigth-only'; did you mean 'mxfp8-weight-only'"),
+    (recipe_of, "mxfp4-weight-mxint-activation", "unknown format 'mxint'; did you mean 'mxint8'? T"),
     (mx.get_format, "xyz", "unknown format 'xyz'; the formats are mxfp8_e4m3, "),
 ]
 
@@ -93,7 +104,19 @@ def test_similar_names_come_first(call, name, message):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "-", "wo", "weight-only", "[32x32]", "mxfp8[32]", "mxfp8[0x0]", "mxfp8[1x99999999999]", "\0"]
+    "text",
+    [
+        "",
+        "-",
+        "wo",
+        "weight-only",
+        "weight-activation",
+        "[32x32]",
+        "mxfp8[32]",
+        "mxfp8[0x0]",
+        "mxfp8[1x99999999999]",
+        "\0",
+    ],
 )
 def test_what_is_no_name_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"unknown format|is not available"):

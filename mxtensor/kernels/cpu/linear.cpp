@@ -30,9 +30,9 @@ namespace {
 // Packs rows first to end - 1 of x as integers. False if one cannot be.
 template <typename D> bool pack_as_integers(const Problem& p, int64_t first, int64_t end) {
   if constexpr (takes_integers<D>()) {
-    if (p.m > MOST_INTEGER_ROWS || p.scale_kind != E8M0 || p.block_cols != 32 || p.x_codes == nullptr) return false;
+    if (p.m > MOST_INTEGER_ROWS || p.x_codes == nullptr || !blocks_of_integers(p)) return false;
     for (int64_t m = first; m < end; m++)
-      if (!pack_integers(p, m, static_cast<char*>(p.packed) + m * integer_row(p))) return false;
+      if (!pack_integers<D>(p, m, static_cast<char*>(p.packed) + m * integer_row<D>(p))) return false;
     return true;
   }
   return false;

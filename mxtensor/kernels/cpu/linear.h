@@ -53,9 +53,9 @@ inline float scale_at(const Problem& p, int64_t i) {
 // must meet x one by one: infinity times zero is NaN.
 inline bool is_plain(float scale) { return as_int(scale < 0 ? -scale : scale) < (227 << 23); }
 
-inline int code_at(const Problem& p, const uint8_t* row, int64_t i) {
-  if (BITS[p.element] == 8) return row[i];
-  if (BITS[p.element] == 4) return row[i / 2] >> (i % 2 * 4) & 15;
+inline int code_at(int element, const uint8_t* row, int64_t i) {
+  if (BITS[element] == 8) return row[i];
+  if (BITS[element] == 4) return row[i / 2] >> (i % 2 * 4) & 15;
   const uint8_t* group = row + i / 4 * 3;
   return (group[0] | group[1] << 8 | group[2] << 16) >> (i % 4 * 6) & 63;
 }
@@ -76,7 +76,7 @@ inline void careful_row(const Problem& p, int64_t n, float* sums, int64_t step) 
       const auto* x = static_cast<const decltype(kind)*>(p.x) + m * p.x_stride;
       double sum = 0;
       for (int64_t i = 0; i < p.k; i++) {
-        const float w = values[code_at(p, row, i)] * scale_at(p, scales + i / block);
+        const float w = values[code_at(p.element, row, i)] * scale_at(p, scales + i / block);
         sum += double(load(x[i])) * w;
       }
       sums[m * step] = float(sum);

@@ -88,7 +88,7 @@ template <typename D> bool is_usual(const Problem& p, int64_t n, int64_t steps, 
     const uint8_t* row = p.data + n * p.row_bytes;
     const int sign = 1 << (BITS[p.element] - 1);
     for (int64_t k = i * values; k < smaller(p.k, (i + 1) * values); k++) {
-      const int code = code_at(p, row, k);
+      const int code = code_at(p.element, row, k);
       if (p.element == INT8_ID ? code : code & (sign - 1)) return false;
     }
   }

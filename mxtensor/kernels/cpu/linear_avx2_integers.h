@@ -3,20 +3,19 @@
 // x, which takes the signs of w. Twice a value of 4 bits is an integer.
 #pragma once
 #include "linear_avx2.h"
+#include "linear_integers.h"
 
 namespace {
 
 template <int ELEMENT> struct Integers;  // the integers of 32 codes, and their magnitudes
 
 template <> struct Integers<INT8_ID> : Step<INT8_ID> {
-  static constexpr float UNIT = 0x1p-12f;  // of the product of an integer and a code of x
   ALWAYS_INLINE void operator()(const uint8_t* codes, __m256i& values, __m256i& magnitudes) const {
     values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)), magnitudes = _mm256_abs_epi8(values);
   }
 };
 
 template <> struct Integers<E2M1_ID> : Step<E2M1_ID> {
-  static constexpr float UNIT = 0x1p-7f;
   static constexpr int source(int i) { return i % 16 * 2 + i / 16; }
   ALWAYS_INLINE void operator()(const uint8_t* codes, __m256i& values, __m256i& magnitudes) const {
     const __m256i sizes = table_of(0x0C080604'03020100, 0x0C080604'03020100);
@@ -32,35 +31,31 @@ template <typename D> constexpr bool takes_integers() {
   return std::is_same_v<D, Decoder<INT8_ID>> || std::is_same_v<D, Decoder<E2M1_ID>>;
 }
 
-template <typename F> void with_integers(const Problem& p, F work) {
-  if (p.element == INT8_ID) work(Integers<INT8_ID>());
-  else work(Integers<E2M1_ID>());
-}
+inline bool blocks_of_integers(const Problem& p) { return p.scale_kind == E8M0 && p.block_cols == 32 && p.x_block == 32; }
+template <typename D> struct IntegersOf;
+template <int ELEMENT> struct IntegersOf<Decoder<ELEMENT>> { using type = Integers<ELEMENT>; };
 
 // Bytes of a row of packed x: a byte for each value, then a scale for each block.
-inline int64_t integer_row(const Problem& p) { return ceil_div(ceil_div(p.k, 32) * 36, 64) * 64; }
+inline int64_t row_of_x(const Problem& p) { return ceil_div(ceil_div(p.k, 32) * 36, 64) * 64; }
+template <typename D> int64_t integer_row(const Problem& p) { return row_of_x(p); }
 
 // Packs a row of x. False if a code is -128, which has no magnitude, or if scales are so large or so small that sums in
 // float32 could not take them.
-inline bool pack_integers(const Problem& p, int64_t m, char* to) {
-  const int64_t blocks = ceil_div(p.k, 32);
-  const uint8_t *codes = p.x_codes + m * p.k, *bytes = p.x_scales + m * blocks;
-  float* scales = reinterpret_cast<float*>(to + blocks * 32);
-  uint8_t most = 0, lowest = 0;
-  with_integers(p, [&](auto w) {
-    using D = decltype(w);
-    for (int64_t b = 0; b < blocks; b++) most = larger(most, bytes[b]), scales[b] = power_of_two(bytes[b]) * D::UNIT;
-    for (int64_t start = 0; start < blocks * 32; start += 32)
-      for (int i = 0; i < 32; i++) {
-        const uint8_t code = start + D::source(i) < p.k ? codes[start + D::source(i)] : 0;
-        to[start + i] = char(code), lowest |= code == 128;
-      }
-  });
-  return !lowest && most <= 187 && (most == 0 || most >= 87);
+template <typename D> bool pack_integers(const Problem& p, int64_t m, char* to) {
+  using I = typename IntegersOf<D>::type;
+  const int64_t all = ceil_div(p.k, 32) * 32;
+  int8_t* values = reinterpret_cast<int8_t*>(to);
+  if (!integers_of_row(p, m, all, unit_of(p.element) * unit_of(p.x_element), values, reinterpret_cast<float*>(to + all))) return false;
+  int8_t lowest = 0, step[32];
+  for (int64_t start = 0; start < all; start += 32) {
+    for (int i = 0; i < 32; i++) step[i] = values[start + I::source(i)], lowest = smaller(lowest, step[i]);
+    std::memcpy(values + start, step, 32);
+  }
+  return lowest > -128;
 }
 
 // Sums of OUTS rows of w with ROWS rows of x over steps first to end - 1, added to those of the steps before.
-template <int ROWS, int OUTS, typename D>
+template <int ROWS, int OUTS, typename I>
 void integer_dots(const Problem& p, const char* x, int64_t x_bytes, const uint8_t* w, int64_t w_step, const float* scales,
                   int64_t scales_step, int64_t first, int64_t end, float* sums, int64_t step) {
   const float* x_scales = reinterpret_cast<const float*>(x + ceil_div(p.k, 32) * 32);
@@ -69,7 +64,7 @@ void integer_dots(const Problem& p, const char* x, int64_t x_bytes, const uint8_
 #pragma GCC unroll 2
     for (int o = 0; o < OUTS; o++) {
       __m256i values, magnitudes;
-      D()(codes + o * codes_step, values, magnitudes);
+      I()(codes + o * codes_step, values, magnitudes);
       const Floats scale = all_of(scales[o * scales_step + at]);
 #pragma GCC unroll 4
       for (int m = 0; m < ROWS; m++) {
@@ -80,25 +75,25 @@ void integer_dots(const Problem& p, const char* x, int64_t x_bytes, const uint8_
       }
     }
   };
-  each_step<OUTS, D>(p, w, w_step, first, end, add);
+  each_step<OUTS, I>(p, w, w_step, first, end, add);
   for (int m = 0; m < ROWS; m++)
     for (int o = 0; o < OUTS; o++) add_to(sums[m * step + o], total[m][o], first == 0);
 }
 
-inline void integer_dots_of_rows(const Problem& p, int outs, const uint8_t* w, int64_t w_step, const float* scales,
-                                 int64_t scales_step, float* sums, int64_t step) {
+template <typename D>
+void integer_dots_of_rows(const Problem& p, int outs, const uint8_t* w, int64_t w_step, const float* scales,
+                          int64_t scales_step, int, float* sums, int64_t step) {
+  using I = typename IntegersOf<D>::type;
   const char* x = static_cast<const char*>(p.packed);
-  const int64_t x_bytes = integer_row(p);
-  with_integers(p, [&](auto codes) {
-    const auto work = [&](auto rows, auto pair, int64_t m, int o, int64_t first, int64_t end) ALWAYS_INLINE {
-      integer_dots<decltype(rows)::value, decltype(pair)::value, decltype(codes)>(
-          p, x + m * x_bytes, x_bytes, w + o * w_step, w_step, scales + o * scales_step, scales_step, first, end,
-          sums + m * step + o, step);
-    };
-    in_pieces(p, outs, ceil_div(p.k, 32), 36, work);
-  });
+  const int64_t x_bytes = row_of_x(p);
+  const auto work = [&](auto rows, auto pair, int64_t m, int o, int64_t first, int64_t end) ALWAYS_INLINE {
+    integer_dots<decltype(rows)::value, decltype(pair)::value, I>(p, x + m * x_bytes, x_bytes, w + o * w_step, w_step,
+                                                                  scales + o * scales_step, scales_step, first, end,
+                                                                  sums + m * step + o, step);
+  };
+  in_pieces(p, outs, ceil_div(p.k, 32), 36, work);
 }
 
-inline int64_t integers_by_fours(const Problem&, int64_t first, int64_t, float*, int64_t) { return first; }
+template <typename D> int64_t integers_by_fours(const Problem&, int64_t first, int64_t, float*, int64_t) { return first; }
 
 }  // namespace

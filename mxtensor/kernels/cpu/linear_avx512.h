@@ -84,18 +84,28 @@ template <> struct Decoder<INT8_ID> : OfBytes {  // a table of 128 magnitudes; -
   }
 };
 
-template <int ELEMENT> struct SixBits : OfBytes {  // 48 bytes: eight codes in six bytes, brought into eight
-  static constexpr int BYTES = 48;
-  Bits low, high, place, shifts;
-  SixBits() {
-    const ByteTables& t = byte_tables<ELEMENT, 64>();
-    low = _mm512_load_si512(t.low), high = _mm512_load_si512(t.high);
+struct SixBitBytes {  // 48 bytes: eight codes in six bytes, brought into the low bits of eight
+  Bits place, shifts;
+  SixBitBytes() {
     alignas(64) uint8_t at[64], by[64];
     for (int i = 0; i < 64; i++) at[i] = uint8_t(i / 8 * 6 + smaller(i % 8, 5)), by[i] = uint8_t(i % 8 * 6);
     place = _mm512_load_si512(at), shifts = _mm512_load_si512(by);
   }
+  Bits operator()(Bits codes) const {
+    return _mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(place, codes));
+  }
+};
+
+template <int ELEMENT> struct SixBits : OfBytes {
+  static constexpr int BYTES = 48;
+  SixBitBytes bytes;
+  Bits low, high;
+  SixBits() {
+    const ByteTables& t = byte_tables<ELEMENT, 64>();
+    low = _mm512_load_si512(t.low), high = _mm512_load_si512(t.high);
+  }
   void operator()(Bits codes, Bits* w) const {  // a permute looks at the low six bits of a byte only
-    const Bits c = _mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(place, codes));
+    const Bits c = bytes(codes);
     join(_mm512_permutexvar_epi8(c, low), _mm512_permutexvar_epi8(c, high), w);
   }
 };

@@ -161,27 +161,34 @@ void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, 
   with_few(p.m - m, [&](auto rows) { some(rows, m, Int<2>()); });
 }
 
-// Rows of w from ``first`` on, four at a time, with one to three rows of x, as long as scales need not be made float32
-// first. The first row that is left.
-template <bool BFLOAT16_X, typename D>
-int64_t dots_by_fours(const Problem& p, const D& decode, int64_t x_bytes, int64_t first, int64_t end, float* sums, int64_t step) {
+// work(w, scales, sums) for rows of w from ``first`` on, four at a time, as long as scales need not be made float32 first.
+// The first row that is left.
+template <int STEP, typename F> int64_t by_fours(const Problem& p, int64_t first, int64_t end, float* sums, F work) {
   const auto from = [&](auto* kind, int64_t per_step) {
     using S = std::remove_pointer_t<decltype(kind)>;
     const uint8_t* bytes = static_cast<const uint8_t*>(p.scale);
-    const int64_t row = p.scale_stride, read = 3 * row + ceil_div(p.k, D::STEP) * per_step;  // a step is read whole
+    const int64_t row = p.scale_stride, read = 3 * row + ceil_div(p.k, STEP) * per_step;  // a step is read whole
     for (; end - first >= 4 && first * row + read <= p.n * row; first += 4, sums += 4) {
       if (!are_usual<S>(bytes + first * row, read)) break;
-      with_few(p.m, [&](auto rows) {
-        dots<4, decltype(rows)::value, BFLOAT16_X>(p, decode, static_cast<const char*>(p.packed), x_bytes, p.data + first * p.row_bytes,
-                                                   p.row_bytes, S(bytes + first * row, row), sums, step);
-      });
+      work(p.data + first * p.row_bytes, S(bytes + first * row, row), sums);
     }
   };
   if (p.block_rows != 1) return first;
-  if (p.scale_kind == E8M0 && p.block_cols == 32) from(static_cast<E8M0Scales<D::STEP / 32>*>(nullptr), D::STEP / 32);
-  if constexpr (D::STEP == 128)
+  if (p.scale_kind == E8M0 && p.block_cols == 32) from(static_cast<E8M0Scales<STEP / 32>*>(nullptr), STEP / 32);
+  if constexpr (STEP == 128)
     if (p.scale_kind == UE4M3 && p.block_cols == 16) from(static_cast<UE4M3Scales*>(nullptr), 8);
   return first;
+}
+
+// The same for one to three rows of x.
+template <bool BFLOAT16_X, typename D>
+int64_t dots_by_fours(const Problem& p, const D& decode, int64_t x_bytes, int64_t first, int64_t end, float* sums, int64_t step) {
+  return by_fours<D::STEP>(p, first, end, sums, [&](const uint8_t* w, const auto& scales, float* to) {
+    with_few(p.m, [&](auto rows) {
+      dots<4, decltype(rows)::value, BFLOAT16_X>(p, decode, static_cast<const char*>(p.packed), x_bytes, w, p.row_bytes, scales, to,
+                                                 step);
+    });
+  });
 }
 
 }  // namespace

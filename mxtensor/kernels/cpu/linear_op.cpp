@@ -242,7 +242,7 @@ Tensor cpu_linear_groups(const Tensor& x, const Tensor& data, const Tensor& scal
     Problem p = all;
     p.m = end - first, p.data += g * codes, p.scale = static_cast<const char*>(p.scale) + g * scales;
     p.x = static_cast<const char*>(p.x) + first * row;
-    if (p.x_codes) p.x_codes += first * p.k, p.x_scales += first * ceil_div(p.k, 32);
+    if (p.x_codes) p.x_codes += first * p.x_codes_stride, p.x_scales += first * p.x_scales_stride;
     const Tensor results = out.narrow(0, first, p.m);
     p.out = results.mutable_data_ptr();
     const int64_t few = few_rows(p);

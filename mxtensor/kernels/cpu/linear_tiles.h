@@ -28,9 +28,10 @@ template <typename D>
 void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float* scales, int per_step, void* out);
 
 template <typename D> constexpr bool takes_integers();  // of at most MOST_INTEGER_ROWS rows of x
-int64_t integers_by_fours(const Problem& p, int64_t first, int64_t end, float* sums, int64_t step);
+template <typename D> int64_t integers_by_fours(const Problem& p, int64_t first, int64_t end, float* sums, int64_t step);
+template <typename D>
 void integer_dots_of_rows(const Problem& p, int outs, const uint8_t* w, int64_t w_step, const float* scales,
-                          int64_t scales_step, float* sums, int64_t step);
+                          int64_t scales_step, int per_step, float* sums, int64_t step);
 
 // Floats of this thread, which the next call may reuse.
 inline float* buffer(int64_t size) {
@@ -89,7 +90,7 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
     const int64_t bottom = smaller(top + TILE, end);
     int64_t left = top;
     if constexpr (takes_integers<D>())
-      if (p.mode == IN_INTEGERS) left = integers_by_fours(p, top, bottom, sums, PITCH);
+      if (p.mode == IN_INTEGERS) left = integers_by_fours<D>(p, top, bottom, sums, PITCH);
     if (p.m < 4 && bfloat16)
       left = dots_by_fours<D::TAKES_BFLOAT16>(p, decode, x_bytes, top, bottom, sums, PITCH);
     else if (p.m < 4 && p.mode == IN_FLOAT32)
@@ -112,7 +113,7 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
         const float* s = scales + (r - n) * scales_row;
         if constexpr (takes_integers<D>())
           if (p.mode == IN_INTEGERS) {
-            integer_dots_of_rows(p, outs, w, p.row_bytes, s, scales_row, sums + (r - top), PITCH);
+            integer_dots_of_rows<D>(p, outs, w, p.row_bytes, s, scales_row, per_step, sums + (r - top), PITCH);
             r += outs;
             continue;
           }

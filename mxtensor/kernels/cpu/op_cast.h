@@ -12,7 +12,8 @@ namespace {
 // The cast of activations: to the numbers of a format, whether it has a global scale and signed zeros, and the scale rule.
 struct Cast {
   Format format;
-  bool global_scale, exact, integers;  // integers: int8 codes in blocks of 32 with E8M0 scales
+  int32_t element, scale;
+  bool global_scale, exact, integers;  // integers: codes are integers, in blocks of a row that have scales of a byte
   int32_t scaling;
   float amax_epsilon;
 };
@@ -24,7 +25,8 @@ Cast cast_of(IntArrayRef cast, double amax_epsilon) {
   c.format.rows = int32_t(cast[2]), c.format.cols = int32_t(cast[3]);
   c.global_scale = cast[4] != 0, c.format.signed_zero = cast[5] != 0, c.scaling = int32_t(cast[6]);
   c.exact = exact_in_bfloat16(int(cast[0]), int(cast[1])), c.amax_epsilon = float(amax_epsilon);
-  c.integers = cast[0] == INT8_ID && cast[1] == E8M0 && cast[2] == 1 && cast[3] == 32;
+  c.element = int32_t(cast[0]), c.scale = int32_t(cast[1]);
+  c.integers = unit_of(c.element) != 0 && c.scale < FP32 && cast[2] == 1 && cast[3] > 0;
   return c;
 }
 
@@ -60,14 +62,20 @@ Tensor fake_quantize(Problem& p, const Cast& c, const at::TensorOptions& options
     functions.decode_values(&f, codes, to + at_scales, nullptr, p.m, p.k, first, end, to + first * size, kind);
   });
   p.x = to, p.x_kind = kind, p.x_stride = p.k, p.x_global = global_scale;
-  if (c.integers) p.x_codes = codes, p.x_scales = reinterpret_cast<const uint8_t*>(to + at_scales);
+  if (c.integers) {
+    p.x_element = c.element, p.x_scale_kind = c.scale, p.x_block = f.cols;
+    p.x_codes = codes, p.x_codes_stride = row_bytes(c.element, p.k);
+    p.x_scales = reinterpret_cast<const uint8_t*>(to + at_scales), p.x_scales_stride = ceil_div(p.k, f.cols);
+  }
   return memory;
 }
 
 // The same x for another weight.
 void take_x(Problem& to, const Problem& from) {
   to.x = from.x, to.x_kind = from.x_kind, to.x_stride = from.x_stride, to.x_global = from.x_global;
-  to.x_codes = from.x_codes, to.x_scales = from.x_scales;
+  to.x_element = from.x_element, to.x_scale_kind = from.x_scale_kind, to.x_block = from.x_block;
+  to.x_codes = from.x_codes, to.x_codes_stride = from.x_codes_stride;
+  to.x_scales = from.x_scales, to.x_scales_stride = from.x_scales_stride;
 }
 
 }  // namespace

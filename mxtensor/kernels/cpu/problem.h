@@ -16,8 +16,15 @@ struct Problem {
   int64_t m, n, k, row_bytes, scale_stride, x_stride, out_stride, bias_stride;
   double alpha, beta;
   int32_t element, scale_kind, block_rows, block_cols, x_kind, out_kind, bias_kind, mode;
-  const uint8_t *x_codes, *x_scales;  // of the cast that x comes from: int8 codes, E8M0 scales of 32; null for others
+  const uint8_t *x_codes, *x_scales;  // of the cast that x comes from, if its values are integers; null for others
+  int64_t x_codes_stride, x_scales_stride;  // bytes of a row
+  int32_t x_element, x_scale_kind, x_block;
 };
+
+// What an integer of one stands for; 0: values of this element are no integers of a byte.
+constexpr float unit_of(int element) {
+  return element == INT8_ID ? 1.0f / 64 : element == E2M1_ID ? 0.5f : element == E2M3_ID ? 0.125f : 0.0f;
+}
 
 // What sums are multiplied by: alpha and the global scales.
 inline double multiplier_of(const Problem& p) {

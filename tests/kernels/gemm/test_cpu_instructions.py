@@ -25,6 +25,14 @@ for i, name in enumerate([*t.FORMATS, *t.BLOCKS]):
 for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"):
     t.test_every_code_with_every_scale(name, torch.bfloat16)
     t.test_unusual_scales_among_usual_ones(name, 1)
+from tests.kernels.gemm import test_cpu_integers as t
+for i, name in enumerate(t.CASTS):
+    for shape in t.SHAPES:
+        t.test_integer_codes_times_activations_cast_to_integers(name, shape, t.DTYPES[i % 3])
+for name in t.ELEMENTS:
+    for weights in t.ELEMENTS:
+        t.test_every_code_times_every_code_is_exact(name, weights, 2)
+        t.test_integers_with_scales_of_any_size(name, weights, -60)
 """
 
 
