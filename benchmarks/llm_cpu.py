@@ -52,11 +52,17 @@ from .llama_cpp_peer import LlamaCpp, write_gguf
 
 PLAIN = ("bfloat16", "float32")
 TORCHAO = "torchao int8"
-FORMATS = ("mxfp8-weight-only", "mxfp4-weight-only", "nvfp4-weight-only")
-EQUAL_BITS = {"mxfp8-weight-only": "llama.cpp Q8_0", "mxfp4-weight-only": "llama.cpp MXFP4"}
-"""Our format -> the type of llama.cpp at about the same bits per weight (8.25 and 8.5; 4.25 and 4.25)."""
-MODELS, MODES = ("smollm2", "llama-1b"), ("eager", "attention", "compiled")
-"""``attention``: eager, our formats with ``attn_implementation="mxtensor"``. ``compiled``: the model as one graph."""
+CAST = "mxfp4-weight-mxint8-activation"
+FORMATS = ("mxfp8-weight-only", "mxfp4-weight-only", "nvfp4-weight-only", "mxint8", CAST)
+EQUAL_BITS = {
+    "mxfp8-weight-only": "llama.cpp Q8_0", "mxint8": "llama.cpp Q8_0",
+    "mxfp4-weight-only": "llama.cpp MXFP4", CAST: "llama.cpp MXFP4",
+}  # fmt: skip
+"""Our format -> the type of llama.cpp at about the same bits per weight (8.25 and 8.5; 4.25 and 4.25). llama.cpp casts
+activations to integers of 8 bits, as ``mxint8`` and the last one do."""
+MODELS, MODES = ("smollm2", "llama-1b"), ("eager", "attention", "compiled", "decoding")
+"""``attention``: eager, our formats with ``attn_implementation="mxtensor"``. ``compiled``: the model as one graph.
+``decoding``: the same by ``mx.compile_decoding``, which leaves out Dynamo's checks of modules."""
 PROMPT, CONTEXT = 16, 256
 """Tokens of the prompt, and of the cache."""
 LLAMA_1B = dict(
@@ -177,6 +183,8 @@ class Steps:
         if mode == "compiled":  # the code is a copy: contenders do not share torch's cache of graphs
             own = types.FunctionType(_forward.__code__.replace(), globals())
             self.forward = torch.compile(own, fullgraph=True, dynamic=False)
+        if mode == "decoding":
+            mx.compile_decoding(model)
 
     @torch.no_grad()
     def _run(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -190,8 +198,9 @@ class Steps:
         return self._run(self.token, self.position)
 
     def restore(self) -> None:
-        """Give the model torch's attention again."""
+        """Give the model torch's attention and its own forward again."""
         self.model.set_attn_implementation("sdpa")
+        vars(self.model).pop("forward", None)
 
 
 def _forward(model: Any, ids: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:

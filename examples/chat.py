@@ -64,18 +64,16 @@ class Chat:
         self, model: Any, tokenizer: Any, system: str | None, temperature: float, max_new_tokens: int,
         compiled: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.tokenizer, self.cache, self.most = model, tokenizer, None, MAX_TOKENS
-        if compiled:
-            from transformers import StaticCache
-
-            smollm2.compile_steps(model)
-            self.most = COMPILED_TOKENS
-            self.cache = StaticCache(config=model.config, max_cache_len=self.most + max_new_tokens)
+        self.model, self.tokenizer, self.most = model, tokenizer, MAX_TOKENS
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.first = len(self.messages)
         self.options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             self.options |= {"temperature": temperature, "top_p": 0.95}
+        if compiled:
+            mx.compile_decoding(model)
+            self.most = COMPILED_TOKENS
+            self.options |= {"cache_implementation": "static", "max_cache_len": self.most + max_new_tokens}
 
     def answer(self, text: str) -> tuple[str, int]:
         """(the answer, its number of tokens)."""
@@ -86,13 +84,11 @@ class Chat:
         while ids.shape[1] > self.most and len(self.messages) > self.first + 2:
             del self.messages[self.first : self.first + 2]  # the first question and its answer
             ids = smollm2.chat_prompt(self.tokenizer, self.messages)
-        if self.cache is not None:
-            self.cache.reset()
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with torch.no_grad():
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), streamer=streamer,
-                pad_token_id=self.tokenizer.eos_token_id, past_key_values=self.cache, **self.options,
+                pad_token_id=self.tokenizer.eos_token_id, **self.options,
             )  # fmt: skip
         new = out[0, ids.shape[1] :]
         found: str = self.tokenizer.decode(new, skip_special_tokens=True).strip()

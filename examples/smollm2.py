@@ -15,7 +15,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -99,18 +98,6 @@ class Decoder:
         begin = time.perf_counter()
         self.tokens.append(self._next(self.tokens[-1]))
         return time.perf_counter() - begin
-
-
-def compile_steps(model: Any) -> None:
-    """Compile the steps of one token, which need a static cache. Prompts stay eager: each length would be a graph."""
-    eager, compiled = model.forward, torch.compile(model.forward, fullgraph=True, dynamic=False)
-
-    @wraps(eager)  # ``generate`` reads the signature
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        ids = kwargs.get("input_ids")
-        return (compiled if ids is not None and ids.shape[1] == 1 else eager)(*args, **kwargs)
-
-    model.forward = forward
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Tensor:

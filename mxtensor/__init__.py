@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .compile.inference_options import inference_options
     from .convert.mxfp8 import MXFP8Config, MXFP8Linear, to_mxfp8
     from .distributed import checkpoint, parallel
+    from .integrations.decoding import compile_decoding
     from .integrations.kv_cache import KVCache
     from .report.monitor import monitor
     from .report.tune_model import tune
@@ -143,6 +144,7 @@ __all__ = [
     "calibrate",
     "checkpoint",
     "checkpoints",
+    "compile_decoding",
     "compile_passes",
     "explain",
     "general_gemm",
@@ -179,6 +181,7 @@ _LAZY = {
     "convert.mxfp8": ("MXFP8Config", "MXFP8Linear", "to_mxfp8"),
     "distributed.checkpoint": ("checkpoint",),
     "distributed.parallel": ("parallel",),
+    "integrations.decoding": ("compile_decoding",),
     "integrations.kv_cache": ("KVCache",),
     "nn": ("nn",),
     "report.monitor": ("monitor",),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..core.arguments import check_plain, described
 from ..core.names import dtype_name
 from ..core.progress import with_progress
+from ..tensor.huge_pages import use_huge_pages
 from ..tensor.mxtensor import MXTensor
 from ..training.local import is_sharded
 from ..training.training_weight import values_of
@@ -42,7 +43,9 @@ def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
     """
     with opened(path) as checkpoint:
         chosen = layout_of(checkpoint) if layout is None else get_layout(layout)
-        return {name: checkpoint.load(name, entry) for name, entry in chosen.entries(checkpoint).items()}
+        found = {name: checkpoint.load(name, entry) for name, entry in chosen.entries(checkpoint).items()}
+    use_huge_pages(found.values())
+    return found
 
 
 def save(

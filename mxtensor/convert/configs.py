@@ -194,8 +194,8 @@ def recipe_of(config: Any) -> LinearRecipe:
     """The LinearRecipe of a config: a LinearRecipe itself, an object with ``linear_recipe()``, a config object of
     torchao, or the name of a format.
 
-    A name (``"mxfp8"``, ``"mxfp8-weight-only"``, ``"mxfp4-weight-mxint8-activation"``), a dtype or a Format gives an inference recipe. Raises ValueError for
-    an unknown format name, TypeError for any other object.
+    A name (``"mxfp8"``, ``"mxfp8-weight-only"``, ``"mxfp4-weight-mxint8-activation"``), a dtype or a Format gives an
+    inference recipe. Raises ValueError for an unknown format name, TypeError for any other object.
     """
     if isinstance(config, type):
         raise TypeError(f"cannot quantize with the class {config.__name__}; pass an instance: {config.__name__}()")

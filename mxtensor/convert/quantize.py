@@ -16,6 +16,7 @@ from ..core.progress import with_progress
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import set_attributes, user_attributes
+from ..tensor.huge_pages import use_huge_pages
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
@@ -198,6 +199,7 @@ def convert(model: ModuleT, changes: Sequence[Change], made: Mapping[str, MXTens
         raise
     if any(not change.recipe.trains for change in changes):
         count_codes(model)
+        use_huge_pages(model.parameters())
     return model
 
 

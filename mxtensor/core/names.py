@@ -31,7 +31,7 @@ def find(text: str, names: Iterable[str]) -> str | None:
 
 
 def operands_of(text: str) -> tuple[str, str | None]:
-    """The formats of weights and of activations in the name of an inference recipe; None leaves activations as they are.
+    """The formats of weights and activations in the name of an inference recipe; None leaves activations as they are.
 
     ``"mxfp8"`` is both, ``"mxfp8-weight-only"`` and ``"mxfp8_wo"`` are ``("mxfp8", None)``, and
     ``"mxfp4-weight-mxint8-activation"`` is ``("mxfp4", "mxint8")``, spelt as ``key`` spells names.

@@ -29,6 +29,7 @@ from ..convert.heads import heads
 from ..convert.weights import KINDS, Kind, default_filter
 from ..core.arguments import described
 from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.huge_pages import use_huge_pages
 from ..tensor.mxtensor import MXTensor
 from .transformers_load import (
     SIDES,
@@ -152,6 +153,7 @@ class MXQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
             self._check_all_are_loaded(model)
+        use_huge_pages(model.parameters())
         used = getattr(model, "_weight_conversions", None) or ()
         model._weight_conversions = [  # codes are stored as they are
             one for one in self._transforms if one in used or self._merges.get(one) in used

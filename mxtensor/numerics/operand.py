@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.huge_pages import request_huge_pages
 from ..core.shapes import layout
 from .elements import pack, unpack
 from .formats import Format
@@ -43,6 +44,7 @@ class Operand:
         """Uninitialized memory for an operand of this logical shape."""
         shape = tuple(shape)
         data = torch.empty(format.data_shape(shape), dtype=format.element.dtype, device=device)
+        request_huge_pages(data)
         scale = torch.empty(format.scale_shape(shape), dtype=format.scale.dtype, device=device)
         whole = format.global_scale_shape(shape)
         global_scale = torch.empty(whole, dtype=torch.float32, device=device) if format.global_scale else None

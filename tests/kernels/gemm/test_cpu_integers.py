@@ -1,5 +1,5 @@
-"""Products on CPU of integer codes with activations that are cast to integers: by instructions for products of bytes where
-the processor has them. The sum of a block is exact."""
+"""Products on CPU of integer codes with activations that are cast to integers, by instructions for products of bytes
+where the processor has them. The sum of a block is exact."""
 
 import pytest
 import torch

@@ -1,0 +1,17 @@
+"""Codes and scales of weights on a CPU in pages of 2 MB: ``core/huge_pages.py`` for MXTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..core.huge_pages import move_to_huge_pages
+from .mxtensor import MXTensor
+
+
+def use_huge_pages(tensors: Iterable[Any]) -> int:
+    """Have Linux move codes and scales of MXTensors to pages of 2 MB; returns how many of these there are now.
+
+    ``tensors``: those that are no MXTensors are left alone. See ``move_to_huge_pages``.
+    """
+    return move_to_huge_pages(part for t in tensors if isinstance(t, MXTensor) for part in t.components)

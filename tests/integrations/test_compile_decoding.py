@@ -1,0 +1,142 @@
+"""``mx.compile_decoding``: compiled steps of ``generate`` on a CPU have the tokens of eager ones; each model has graphs
+of its own."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import mxtensor as mx
+
+transformers = pytest.importorskip("transformers", minversion="5")
+STATIC = dict(cache_implementation="static", max_cache_len=64, do_sample=False, max_new_tokens=6, min_new_tokens=6)
+
+
+def llama(width=64, config="mxfp4-weight-mxint8-activation", seed=0):
+    torch.manual_seed(seed)
+    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_attention_heads=2, num_key_value_heads=1)
+    made = transformers.LlamaConfig(**sizes, vocab_size=97, num_hidden_layers=1, max_position_embeddings=128)
+    model = transformers.LlamaForCausalLM(made).eval()
+    return mx.quantize_(model, config) if config else model
+
+
+def prompt(*shape):
+    return torch.randint(5, 97, shape, generator=torch.Generator().manual_seed(1))
+
+
+def tokens(model, ids, **options):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **STATIC | options)
+
+
+def graphs():
+    """How many graphs torch has compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_compiled_steps_have_the_tokens_of_eager_ones_and_other_prompts_share_their_graph():
+    model, before = llama(), graphs()
+    expected = [tokens(model, prompt(1, length)) for length in (7, 3)]
+    assert graphs() == before
+    assert mx.compile_decoding(model) is model
+    assert torch.equal(tokens(model, prompt(1, 7)), expected[0])
+    assert graphs() == before + 1
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(tokens(model, prompt(1, 3)), expected[1])
+
+
+@pytest.mark.exhaustive
+def test_models_of_one_class_do_not_take_each_others_graphs():
+    """Guards on modules are skipped: two models with one code would share a graph."""
+    models = [llama(), llama(128, "mxfp8"), llama(64, None, 1), llama(64, "mxfp4-weight-only", 2)]
+    expected = [tokens(model, prompt(2, 5)) for model in models]
+    for model in models:
+        mx.compile_decoding(model)
+    for _ in range(2):
+        for model, want in zip(models, expected, strict=True):
+            assert torch.equal(tokens(model, prompt(2, 5)), want)
+
+
+@pytest.mark.exhaustive
+def test_copies_compute_with_their_own_weights():
+    model = mx.compile_decoding(llama())
+    want = tokens(model, prompt(1, 5))
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.copy_(torch.randn_like(module.weight))
+    assert not torch.equal(tokens(model, prompt(1, 5)), want)
+    for other in copies:
+        assert other.forward.model is other
+        assert torch.equal(tokens(other, prompt(1, 5)), want)
+
+
+@pytest.mark.exhaustive
+def test_after_another_quantization_it_is_called_again():
+    model = mx.compile_decoding(llama(config=None))
+    tokens(model, prompt(1, 5))
+    mx.quantize_(model, "mxfp8-weight-only")
+    want = tokens(copy.deepcopy(model), prompt(1, 5))
+    mx.compile_decoding(model)
+    assert not isinstance(model.forward.own, type(model.forward))
+    assert torch.equal(tokens(model, prompt(1, 5)), want)
+
+
+def sliding():
+    """A model whose sliding layers count the tokens in Python: torch compiles a second graph for any count."""
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    made = transformers.Gemma3TextConfig(**sizes, vocab_size=97, num_hidden_layers=2, sliding_window=8)
+    return mx.quantize_(transformers.Gemma3ForCausalLM(made).eval(), "mxfp8-weight-only")
+
+
+def encoder_and_decoder():
+    sizes = dict(d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+    made = transformers.BartConfig(**sizes, vocab_size=97, encoder_ffn_dim=64, decoder_ffn_dim=64)
+    return mx.quantize_(transformers.BartForConditionalGeneration(made).eval(), "mxfp8-weight-only")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("make", [sliding, encoder_and_decoder])
+def test_a_step_is_not_compiled_again_for_each_token(make):
+    model, before = make(), graphs()
+    expected = [tokens(model, prompt(1, length), max_new_tokens=20, min_new_tokens=20) for length in (7, 11)]
+    mx.compile_decoding(model)
+    for want, length in zip(expected, (7, 11), strict=True):
+        assert torch.equal(tokens(model, prompt(1, length), max_new_tokens=20, min_new_tokens=20), want)
+    assert before < graphs() <= before + 4
+
+
+def test_other_caches_training_and_prompts_stay_eager():
+    model, before = mx.compile_decoding(llama(config=None)), graphs()
+    tokens(model, prompt(1, 5), cache_implementation="dynamic", max_cache_len=None)
+    model(input_ids=prompt(1, 1)).logits.square().mean().backward()
+    model(prompt(1, 9))
+    assert graphs() == before and model.lm_head.weight.grad is not None
+
+
+def test_a_forward_of_the_instance_stays_in_use():
+    model, calls = llama(config=None), []
+    own = model.forward
+
+    def counted(input_ids=None, **given):
+        calls.append(input_ids.shape[1])
+        return own(input_ids=input_ids, **given)
+
+    model.forward = counted
+    mx.compile_decoding(mx.compile_decoding(model))
+    model(input_ids=prompt(1, 9))
+    assert calls == [9]
+
+
+def test_a_model_that_cannot_generate_is_refused():
+    with pytest.raises(TypeError, match=r"compile_decoding: .*Linear.* has no generate; pass a model of transformers"):
+        mx.compile_decoding(nn.Linear(4, 4))
