@@ -41,9 +41,10 @@ def quantize_(
     """Quantize the linear and attention layers of ``model``, in place, for inference or for training.
 
     The modules keep torch's own classes, and a shared weight stays shared. ``config`` for inference: the name of any
-    format (weights, and activations on the fly in the same format), ``"NAME-weight-only"``, a LinearRecipe or one of
-    torchao's configs; weights become frozen MXTensor parameters. For training: MXLinearConfig or a recipe; weights stay
-    high-precision parameters, unchanged for optimizers and state dicts, and their three products run quantized. An
+    format (weights, and activations on the fly in the same format), ``"NAME-weight-only"``,
+    ``"NAME-weight-NAME-activation"``, a LinearRecipe or one of torchao's configs; weights become frozen MXTensor
+    parameters. For training: MXLinearConfig or a recipe; weights stay high-precision parameters, unchanged for
+    optimizers and state dicts, and their three products run quantized. An
     ``FqnToConfig`` or a ``Plan`` has a config for each name; it takes the place of the filter. A ``QATConfig`` prepares
     linear layers for quantization-aware training, or converts them after it; an
     ``NVFP4DynamicActivationNVFP4WeightConfig`` with a ``step`` does the same for static scales of inputs.

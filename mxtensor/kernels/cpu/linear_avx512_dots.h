@@ -20,8 +20,8 @@ struct FloatScales {
 };
 
 // The same from the bytes of E8M0, PER_STEP for each step: a byte from 1 to 254 is the exponent of its multiplier.
-template <int PER_STEP> struct E8M0Scales {
-  static constexpr int FIRST = 1, COUNT = 226;  // bytes that are normal and small enough, as is_plain in linear.h
+template <int PER_STEP, int FIRST_BYTE = 1, int BYTES = 226> struct E8M0Scales {
+  static constexpr int FIRST = FIRST_BYTE, COUNT = BYTES;  // normal and small enough, as is_plain in linear.h
   const uint8_t* bytes;
   int64_t row;
   Bits place;
@@ -163,7 +163,8 @@ void dots_of_rows(const Problem& p, int outs, const D& decode, int64_t x_bytes, 
 
 // work(w, scales, sums) for rows of w from ``first`` on, four at a time, as long as scales need not be made float32 first.
 // The first row that is left.
-template <int STEP, typename F> int64_t by_fours(const Problem& p, int64_t first, int64_t end, float* sums, F work) {
+template <int STEP, int FIRST = 1, int COUNT = 226, typename F>
+int64_t by_fours(const Problem& p, int64_t first, int64_t end, float* sums, F work) {
   const auto from = [&](auto* kind, int64_t per_step) {
     using S = std::remove_pointer_t<decltype(kind)>;
     const uint8_t* bytes = static_cast<const uint8_t*>(p.scale);
@@ -174,7 +175,7 @@ template <int STEP, typename F> int64_t by_fours(const Problem& p, int64_t first
     }
   };
   if (p.block_rows != 1) return first;
-  if (p.scale_kind == E8M0 && p.block_cols == 32) from(static_cast<E8M0Scales<STEP / 32>*>(nullptr), STEP / 32);
+  if (p.scale_kind == E8M0 && p.block_cols == 32) from(static_cast<E8M0Scales<STEP / 32, FIRST, COUNT>*>(nullptr), STEP / 32);
   if constexpr (STEP == 128)
     if (p.scale_kind == UE4M3 && p.block_cols == 16) from(static_cast<UE4M3Scales*>(nullptr), 8);
   return first;

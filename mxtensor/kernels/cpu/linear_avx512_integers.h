@@ -77,7 +77,7 @@ template <typename D> bool pack_integers(const Problem& p, int64_t m, char* to) 
   float* scales = buffer(blocks + 16 + all / 4);
   int8_t* values = reinterpret_cast<int8_t*>(scales + blocks + 16);
   if (!integers_of_row(p, m, all, unit_of(p.element) * unit_of(p.x_element), values, scales)) return false;
-  for (int64_t b = ceil_div(p.k, p.x_block); b < blocks; b++) scales[b] = 0;
+  for (int64_t b = ceil_div(p.k, p.x_block); b < blocks; b++) scales[b] = 1;  // of zeros
   const FloatScales of_x(scales, 0, I::STEP / p.x_block);
   for (int64_t at = 0; at < steps; at++, to += step_of_x<I>()) {
     Bits x[I::VECTORS], sum = _mm512_setzero_si512();
@@ -92,8 +92,15 @@ template <typename D> bool pack_integers(const Problem& p, int64_t m, char* to) 
   return true;
 }
 
-// OUTS rows of w, ``w_step`` bytes apart, with ROWS rows of x.
-template <int OUTS, int ROWS, typename I, typename S>
+// The product of a scale of w and a scale of x that are powers of two, by adding their exponents, for which more units of
+// the processor serve than for a product of floats.
+inline __m512 of_both(__m512 of_w, __m512 of_x) {
+  const Bits exponent = _mm512_sub_epi32(_mm512_castps_si512(of_x), _mm512_castps_si512(_mm512_set1_ps(1)));
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(of_w), exponent));
+}
+
+// OUTS rows of w, ``w_step`` bytes apart, with ROWS rows of x. EXPONENTS: ``of_both`` has the products of their scales.
+template <bool EXPONENTS, int OUTS, int ROWS, typename I, typename S>
 void integer_dots(const Problem& p, const I& decode, const char* x, int64_t x_bytes, const uint8_t* w, int64_t w_step, const S& scales,
                   float* sums, int64_t step) {
   __m512 total[ROWS][4];
@@ -123,7 +130,9 @@ void integer_dots(const Problem& p, const I& decode, const char* x, int64_t x_by
         Bits sum = start;
 #pragma GCC unroll 2
         for (int v = 0; v < I::VECTORS; v++) sum = _mm512_dpbusd_epi32(sum, values[o][v], _mm512_load_si512(row + v * 64));
-        total[m][o] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), of_x), scale[o], total[m][o]);
+        const __m512 value = _mm512_cvtepi32_ps(sum);
+        if constexpr (EXPONENTS) total[m][o] = _mm512_fmadd_ps(value, of_both(scale[o], of_x), total[m][o]);
+        else total[m][o] = _mm512_fmadd_ps(_mm512_mul_ps(value, of_x), scale[o], total[m][o]);
       }
     }
   };
@@ -142,7 +151,7 @@ void integer_rows(const Problem& p, const I& decode, const uint8_t* w, int64_t w
   const int64_t x_bytes = row_of_x<I>(p);
   const char* x = static_cast<const char*>(p.packed);
   const auto some = [&](auto rows, int64_t m) {
-    integer_dots<OUTS, decltype(rows)::value>(p, decode, x + m * x_bytes, x_bytes, w, w_step, scales, sums + m * step, step);
+    integer_dots<false, OUTS, decltype(rows)::value>(p, decode, x + m * x_bytes, x_bytes, w, w_step, scales, sums + m * step, step);
   };
   int64_t m = 0;
   for (; p.m - m >= 4; m += 4) some(Int<4>(), m);
@@ -161,12 +170,30 @@ void integer_dots_of_rows(const Problem& p, int outs, const uint8_t* w, int64_t 
   else integer_rows<1>(p, decode, w, w_step, scales, sums, step);
 }
 
+// Bytes of scales of w whose products with multipliers of x, from 2^-53 to 2^60, are normal numbers.
+constexpr int FIRST_EXPONENT = 60, EXPONENTS = 121;
+
+// Whether all multipliers of a packed row of x are powers of two that are large enough; none is larger.
+template <typename I> bool are_exponents(const Problem& p) {
+  if (p.scale_kind != E8M0 || p.x_scale_kind != E8M0) return false;
+  const char* x = static_cast<const char*>(p.packed) + I::VECTORS * 64 + 64;
+  __mmask16 small = 0;
+  for (int64_t at = 0; at < ceil_div(p.k, I::STEP); at++, x += step_of_x<I>())
+    small |= _mm512_cmp_ps_mask(_mm512_load_ps(x), _mm512_set1_ps(0x1p-53f), _CMP_LT_OQ);
+  return small == 0;
+}
+
 // Rows of w from ``first`` on, four at a time, as long as their scales need not be made float32 first. The first row that is
 // left.
 template <typename D> int64_t integers_by_fours(const Problem& p, int64_t first, int64_t end, float* sums, int64_t step) {
   using I = typename IntegersOf<D>::type;
   const I decode{};
-  return by_fours<I::STEP>(p, first, end, sums, [&](const uint8_t* w, const auto& scales, float* to) {
+  const int64_t begin = first;
+  if (p.m == 1 && are_exponents<I>(p))
+    first = by_fours<I::STEP, FIRST_EXPONENT, EXPONENTS>(p, first, end, sums, [&](const uint8_t* w, const auto& scales, float* to) {
+      integer_dots<true, 4, 1>(p, decode, static_cast<const char*>(p.packed), 0, w, p.row_bytes, scales, to, step);
+    });
+  return by_fours<I::STEP>(p, first, end, sums + (first - begin), [&](const uint8_t* w, const auto& scales, float* to) {
     integer_rows<4>(p, decode, w, p.row_bytes, scales, to, step);
   });
 }

@@ -32,20 +32,22 @@ inline void integers_of(int element, const uint8_t* codes, int64_t n, int8_t* va
 }
 
 // The integers of row m of x, with zeros up to ``all``, a multiple of 32, and a multiplier for each block: its scale times
-// ``unit``. False if scales are so large or so small that sums in float32 could not take them.
+// ``unit``; that of zeros is the unit. False if scales are so large or so small that sums in float32 could not take them.
 inline bool integers_of_row(const Problem& p, int64_t m, int64_t all, float unit, int8_t* values, float* scales) {
   integers_of(p.x_element, p.x_codes + m * p.x_codes_stride, p.k, values);
   std::memset(values + p.k, 0, size_t(all - p.k));
   const int64_t blocks = ceil_div(p.k, p.x_block);
   const uint8_t* bytes = p.x_scales + m * p.x_scales_stride;
-  float most = 0, least = INFINITY;
+  float most = 0;
   for (int64_t b = 0; b < blocks; b++) {
     const float scale = p.x_scale_kind == UE4M3 ? tables().value[E4M3_ID][bytes[b]] : bytes[b] == 255 ? NAN : power_of_two(bytes[b]);
     if (!(scale >= 0)) return false;
-    most = larger(most, scale), least = scale > 0 ? smaller(least, scale) : least;
-    scales[b] = scale * unit;
+    int8_t any = 0;
+    for (int64_t i = b * p.x_block; i < smaller<int64_t>((b + 1) * p.x_block, all); i++) any |= values[i];
+    if (any) most = larger(most, scale);
+    scales[b] = any ? scale * unit : unit;
   }
-  return most <= 0x1p60f && least >= 0x1p-40f;
+  return most == 0 || (most <= 0x1p60f && most >= 0x1p-40f);
 }
 
 }  // namespace

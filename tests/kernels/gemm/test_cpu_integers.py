@@ -93,6 +93,19 @@ def test_integers_with_scales_of_any_size(name, weights, power):
     assert_product(product(Unquantized(x, cast), w, x.dtype), exact(encode(x, cast)), exact(w))
 
 
+@pytest.mark.parametrize("power", [-41, -39, 0, 57, 61])
+@pytest.mark.parametrize("weights", ELEMENTS)
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_one_row_of_integers_with_every_scale_of_weights(name, weights, power):
+    """Scales of x and w are multiplied by adding exponents, which must leave neither end of those of float32."""
+    cast, x = cast_of(name), torch.ldexp(torch.rand(1, 160) + 1, torch.tensor(power))
+    x[:, 32:64] = 0
+    w = mx.quantize(torch.randn(255, 160), weights).rowwise
+    w.scale.copy_(torch.arange(255).clamp(max=230 - power)[:, None].expand(255, 5))  # the results are finite
+    w.scale[3::4] = 127  # four rows at a time
+    assert_product(product(Unquantized(x, cast), w, x.dtype), exact(encode(x, cast)), exact(w))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["mxint8", "mxfp4"])
 def test_a_row_that_is_not_finite_changes_no_other_row_of_integers(name, value):
