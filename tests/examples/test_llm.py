@@ -175,9 +175,9 @@ def test_a_compiled_chat_compiles_its_steps_and_gives_the_same_answers(monkeypat
     """The compiler is replaced: what it gets are steps of one token, and prompts stay eager."""
     rows = []
 
-    def compiled(function, fullgraph, dynamic):
-        assert fullgraph and not dynamic
-        return lambda *args, **kwargs: rows.append(kwargs["input_ids"].shape) or function(*args, **kwargs)
+    def compiled(function, fullgraph, options):
+        assert fullgraph and "guard_filter_fn" in options
+        return lambda forward, given: rows.append(given["input_ids"].shape) or function(forward, given)
 
     monkeypatch.setattr(torch, "compile", compiled)
     eager, talk = (chat.Chat(*small_llm(), None, 0.0, 5, compiled=on) for on in (False, True))
