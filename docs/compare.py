@@ -127,6 +127,7 @@ CASES: dict[str, Callable[[Package], Any]] = {
     "`torch.addmm` with alpha and beta": scaled,
     "`torch.einsum`": lambda p: torch.einsum("mk,nk->mn", values(32, 64), p.tensor(values(64, 64))).isfinite().all(),
     "`F.embedding`": lambda p: F.embedding(torch.tensor([1]), p.tensor(values(64, 64))).isfinite().all(),
+    "`F.embedding_bag`": lambda p: F.embedding_bag(torch.tensor([[1, 2]]), p.tensor(values(64, 64))).isfinite().all(),
     "`w.split(32)`": lambda p: w_equal(p, lambda w: w.split(32)[1]),
     "`w[:, 32:]`": lambda p: w_equal(p, lambda w: w[:, 32:]),
     "`w.transpose(0, 1)`": lambda p: w_equal(p, lambda w: w.transpose(0, 1)),

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..convert.heads import is_lookup
+
 
 def model_of(config: Mapping[str, Any]) -> nn.Module | None:
     """The model of a ``config.json``, without values; None if transformers is not there or does not know it."""
@@ -48,7 +50,7 @@ def tied_keys(model: nn.Module) -> Mapping[str, str]:
 
 def tied_to_embeddings(model: nn.Module) -> tuple[set[str], set[str]]:
     """The weights of embeddings, and all weights that share one with an embedding."""
-    lookups = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    lookups = {f"{name}.weight" for name, module in model.named_modules() if is_lookup(module)}
     return lookups, {name for pair in tied_keys(model).items() if lookups & set(pair) for name in pair}
 
 

@@ -9,6 +9,14 @@ from torch import nn
 HEAD_NAMES = ("lm_head",)
 """Last parts of module names that are heads, whatever weight they have."""
 
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose weight is a table: they read rows of it, and multiply nothing."""
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Whether the weight of a module is a table of embeddings."""
+    return isinstance(module, LOOKUPS)
+
 
 def is_head(fqn: str) -> bool:
     """Whether a module is a head by its name."""
@@ -17,7 +25,7 @@ def is_head(fqn: str) -> bool:
 
 def embedding_weight_ids(model: nn.Module) -> set[int]:
     """The ids of embedding weights: a linear layer with such a weight is a head, whatever its name."""
-    found = (module._parameters.get("weight") for module in model.modules() if isinstance(module, nn.Embedding))
+    found = (module._parameters.get("weight") for module in model.modules() if is_lookup(module))
     return {id(weight) for weight in found if weight is not None}
 
 

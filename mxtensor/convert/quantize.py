@@ -25,7 +25,7 @@ from . import static_inputs
 from .changes import Change, checked_changes
 from .choose import choose
 from .configs import Config, NVFP4DynamicActivationNVFP4WeightConfig
-from .heads import heads
+from .heads import heads, is_lookup
 from .instance_methods import count_codes, show_format
 from .model_size import warn_of_unquantized_heads
 from .qat import QATConfig, QATStep, prepare, prepared_changes, qat_config_of, restore
@@ -49,14 +49,14 @@ def quantize_(
     linear layers for quantization-aware training, or converts them after it; an
     ``NVFP4DynamicActivationNVFP4WeightConfig`` with a ``step`` does the same for static scales of inputs.
 
-    ``filter_fn(module, fqn) -> bool`` is called for every nn.Linear, nn.MultiheadAttention and nn.Embedding, and for
-    transformers' Conv1D and modules of stacked experts. The default skips embeddings, routers (``router``, ``gate``)
-    and heads: ``lm_head``, layers that share a weight with an embedding, and what ``get_output_embeddings()`` of
-    transformers returns. ``include_head=True`` adds heads; a shared weight is quantized once, for the product and for
-    the lookup. If modules share a weight and the filter accepts one of them, the weight is quantized for all of them.
-    Embeddings do not train quantized. Neither do modules whose class name says that they are experts, but whose
-    parameters are not recognized: a warning names them. Modules of ``mx.nn`` are not changed, with a warning:
-    ``autocast`` sets their recipe. Returns ``model``.
+    ``filter_fn(module, fqn) -> bool`` is called for every nn.Linear, nn.MultiheadAttention, nn.Embedding and
+    nn.EmbeddingBag, and for transformers' Conv1D and modules of stacked experts. The default skips embeddings, routers
+    (``router``, ``gate``) and heads: ``lm_head``, layers that share a weight with an embedding, and what
+    ``get_output_embeddings()`` of transformers returns. ``include_head=True`` adds heads; a shared weight is quantized
+    once, for the product and for the lookup. If modules share a weight and the filter accepts one of them, the weight
+    is quantized for all of them. Embeddings do not train quantized. Neither do modules whose class name says that they
+    are experts, but whose parameters are not recognized: a warning names them. Modules of ``mx.nn`` are not changed,
+    with a warning: ``autocast`` sets their recipe. Returns ``model``.
 
     If heads and embeddings that the default filter skips are more than a tenth of the values, the logger ``mxtensor``
     warns with their names and the bits per value of the whole model. ``mx.model_size(model)`` shows the details.
@@ -173,7 +173,8 @@ def warn_of_nothing_to_do(caller: str, model: nn.Module, stacklevel: int = 3) ->
     why = (
         "its weights are quantized already, and frozen; to change the format, quantize the high-precision model"
         if done
-        else f"no nn.Linear, nn.MultiheadAttention or nn.Embedding of {type(model).__name__} passed the filter"
+        else f"no nn.Linear, nn.MultiheadAttention, nn.Embedding or nn.EmbeddingBag of {type(model).__name__} passed "
+        "the filter"
     )
     warnings.warn(f"{caller} changed nothing: {why}", UserWarning, stacklevel=stacklevel)
 
@@ -271,7 +272,7 @@ def _training_recipe(weight: nn.Parameter, orientation: Orientation, recipe: Lin
 
 def inference_recipe(modules: Sequence[nn.Module], recipe: LinearRecipe) -> LinearRecipe:
     """The recipe of a stored weight of ``modules``: if all of them are lookups, there is no activation to cast."""
-    if all(isinstance(module, nn.Embedding) for module in modules):
+    if all(is_lookup(module) for module in modules):
         return LinearRecipe.inference(recipe.stored, None, recipe.kernel_preference)
     return recipe
 

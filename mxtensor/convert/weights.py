@@ -16,7 +16,7 @@ from ..core.arguments import FLAG, FUNCTION, check, described, optional
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
 from ..training.local import is_sharded
-from .heads import embedding_weight_ids, heads, is_head
+from .heads import embedding_weight_ids, heads, is_head, is_lookup
 
 FilterFn = Callable[[nn.Module, str], bool]
 """(module, its fully qualified name) -> whether to quantize its weights."""
@@ -104,7 +104,7 @@ def _are_parallel_experts(module: nn.Module) -> bool:
 KINDS = (
     Kind(_is(nn.Linear), ("weight",)),
     Kind(_is(nn.MultiheadAttention), ATTENTION),
-    Kind(_is(nn.Embedding), ("weight",), trains=False, multiplies=False),
+    Kind(is_lookup, ("weight",), trains=False, multiplies=False),
     Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
     *(Kind(_are_experts(names, transposed=False), names) for names in EXPERTS),
     *(Kind(_are_experts(names, transposed=True), names, Orientation.COLUMNWISE) for names in EXPERTS),
@@ -119,7 +119,7 @@ inside a module named ``router`` (JetMoe's ``router.layer``) stays too."""
 
 def default_filter(module: nn.Module, fqn: str) -> bool:
     """Linear layers and attention; not heads, routers and embeddings, where rounding costs most and saves least."""
-    return not isinstance(module, nn.Embedding) and not is_left_out(fqn)
+    return not is_lookup(module) and not is_left_out(fqn)
 
 
 def is_left_out(fqn: str) -> bool:
@@ -134,7 +134,7 @@ def _with_heads(model: nn.Module) -> FilterFn:
     weights = {id(head.weight) for head in accepted.values()}
 
     def accepts(module: nn.Module, fqn: str) -> bool:
-        tied = isinstance(module, nn.Embedding) and id(module.weight) in weights
+        tied = is_lookup(module) and id(module.weight) in weights
         return tied or fqn in accepted or default_filter(module, fqn)
 
     return accepts

@@ -95,6 +95,12 @@ def arguments_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
     return {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}
 
 
+def every_argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call of an op in the order of its schema, defaults included."""
+    rest = op._schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
+
+
 @cache
 def names_written(func: Any) -> frozenset[str]:
     """Names of the arguments that an op writes, by its schema or by what is known of it."""

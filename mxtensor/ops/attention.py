@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.dispatch import implements
+from ..core.dispatch import every_argument, implements
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def _attention(
 @implements(aten._native_multi_head_attention.default)
 def native_multi_head_attention(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
     """(output, attention weights), the latter empty unless wanted."""
-    q, k, v, _, heads, *weights, mask, need_weights, average, mask_type = _with_defaults(func, args, kwargs)
+    q, k, v, _, heads, *weights, mask, need_weights, average, mask_type = every_argument(func, args, kwargs)
     out, probability = _attention(q, k, v, heads, tuple(weights), mask, mask_type)
     if not need_weights:
         return out, out.new_empty(0)
@@ -65,7 +65,7 @@ def transformer_encoder_layer_fwd(func: Any, args: Any, kwargs: Any) -> Tensor:
     (
         x, width, heads, qkv_weight, qkv_bias, out_weight, out_bias, use_gelu, norm_first, eps,
         *norms, up_weight, up_bias, down_weight, down_bias, mask, mask_type,
-    ) = _with_defaults(func, args, kwargs)  # fmt: skip
+    ) = every_argument(func, args, kwargs)  # fmt: skip
     first, second = ([width], *norms[:2], eps), ([width], *norms[2:], eps)
 
     def attend(y: Tensor) -> Tensor:
@@ -80,11 +80,3 @@ def transformer_encoder_layer_fwd(func: Any, args: Any, kwargs: Any) -> Tensor:
         return x + feed(F.layer_norm(x, *second))  # type: ignore[no-any-return]
     x = F.layer_norm(x + attend(x), *first)
     return F.layer_norm(x + feed(x), *second)
-
-
-def _with_defaults(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Every argument of the schema in order, defaults included."""
-    out = list(args)
-    for argument in func._schema.arguments[len(args) :]:
-        out.append(kwargs.get(argument.name, argument.default_value))
-    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +10,8 @@ from torch import Tensor
 from ..core.compat_hooks import distributed_caller
 from ..core.dispatch import implements
 from ..kernels.quantize.select import dequantize_operand
-from ..numerics.formats import FULL
-from ..numerics.operand import Operand
 from ..numerics.reference import SOURCE_DTYPES
 from ..tensor.mxtensor import MXTensor
-from .fallback import read
 from .layout import outer
 
 aten = torch.ops.aten
@@ -109,25 +105,6 @@ def equal(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether all values are equal, in any two formats."""
     a, b = (t.dequantize() if isinstance(t, MXTensor) else t for t in args[:2])
     return torch.equal(a, b)
-
-
-@implements(aten.embedding.default)
-def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A lookup decodes only the rows it reads."""
-    w, indices = args[:2]
-    rowwise = w.rowwise
-    if rowwise is None:
-        reason = f"is stored {w.orientation.label}, where a row is not a row of blocks"
-        return read(func, args, kwargs, reason)  # type: ignore[no-any-return]
-    flat = indices.reshape(-1)
-    block_rows, block_cols = rowwise.format.block
-    # rows of a tile are apart in the result, where each gets the scales of its tile
-    scales = flat if block_rows == 1 else torch.zeros_like(flat) if block_rows == FULL else flat // block_rows
-    data = rowwise.data.view(torch.uint8).index_select(0, flat).view(rowwise.data.dtype)
-    scale = rowwise.scale.index_select(0, scales)
-    format = rowwise.format if block_rows == 1 else replace(rowwise.format, block=(1, block_cols))
-    rows = Operand(data, scale, rowwise.global_scale, format, (flat.shape[0], w.shape[1]))
-    return dequantize_operand(rows, w.dtype).view(*indices.shape, w.shape[1])
 
 
 @implements(aten.is_pinned.default)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..convert.heads import is_lookup
 from ..core.arguments import MODULE, check, described
 from ..core.caches import Copies, with_fresh_cache
 from ..core.called_layers import in_evaluation, layers_are_called
@@ -89,7 +90,7 @@ def _quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for path, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, MXTensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+        if isinstance(weight, MXTensor) and weight.dim() == 2 and not is_lookup(module):
             found[f"{path}.weight" if path else "weight"] = module
     return found
 
