@@ -54,6 +54,14 @@ def tied_to_embeddings(model: nn.Module) -> tuple[set[str], set[str]]:
     return lookups, {name for pair in tied_keys(model).items() if lookups & set(pair) for name in pair}
 
 
+def tied_groups(model: nn.Module) -> list[set[str]]:
+    """The names of each weight that is shared, as transformers' models know it."""
+    groups: dict[str, set[str]] = {}
+    for name, source in tied_keys(model).items():
+        groups.setdefault(source, {source}).add(name)
+    return list(groups.values())
+
+
 class Loaded(NamedTuple):
     """What transformers makes of one tensor of a file."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 from torch import nn
@@ -39,6 +40,15 @@ def heads(model: nn.Module) -> dict[str, nn.Linear]:
         if isinstance(module, nn.Linear)
         and (is_head(fqn) or module in named or id(module._parameters.get("weight")) in tied)
     }
+
+
+def warn_of_no_head(caller: str, model: nn.Module, stacklevel: int) -> None:
+    """Warn if ``include_head`` finds no head in a model."""
+    if not heads(model):
+        why = "it has no lm_head, names no output embeddings, and no linear layer shares a weight with an embedding"
+        warnings.warn(
+            f"{caller}: include_head=True found no head in {type(model).__name__}: {why}", None, stacklevel + 1
+        )
 
 
 def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:

@@ -25,7 +25,7 @@ from . import static_inputs
 from .changes import Change, checked_changes
 from .choose import choose
 from .configs import Config, NVFP4DynamicActivationNVFP4WeightConfig
-from .heads import heads, is_lookup
+from .heads import is_lookup, warn_of_no_head
 from .instance_methods import count_codes, show_format
 from .model_size import warn_of_unquantized_heads
 from .qat import QATConfig, QATStep, prepare, prepared_changes, qat_config_of, restore
@@ -101,9 +101,8 @@ def quantize_(
             UserWarning,
             stacklevel=2,
         )
-    if include_head and not heads(model):
-        why = "it has no lm_head, names no output embeddings, and no linear layer shares a weight with an embedding"
-        warnings.warn(f"quantize_: include_head=True found no head in {type(model).__name__}: {why}", stacklevel=2)
+    if include_head:
+        warn_of_no_head("quantize_", model, 2)
     convert(model, changes)
     for weight in left_out:
         _training("left_out").watch(weight.module, weight.name)

@@ -22,18 +22,20 @@ class TransformersConfig:
 
     ``format``: what ``quantize_`` takes by name for inference, such as ``"mxfp4-weight-only"``. ``skip``: names of
     modules that stay in high precision with all that is inside them, or the ends of these names: ``"model.layers.0"``,
-    ``"mlp"``. Embeddings, heads, routers and layers that share a weight with an embedding always do. The instance is
-    one of transformers' ``QuantizationConfigMixin``. Raises ValueError for an unknown format.
+    ``"mlp"``. Embeddings and routers always do. ``include_head=True`` quantizes heads, and embeddings that share their
+    weights, as ``quantize_`` does; otherwise heads and layers that share a weight with an embedding stay, too. The
+    instance is one of transformers' ``QuantizationConfigMixin``. ``save_pretrained`` writes its fields to
+    ``config.json``. Raises ValueError for an unknown format; warns if ``include_head`` finds no head.
     """
 
-    def __new__(cls, format: str, skip: Sequence[str] = ()) -> Any:
+    def __new__(cls, format: str, skip: Sequence[str] = (), include_head: bool = False) -> Any:
         try:
             module = import_module(".transformers", __name__)
         except ImportError as error:
             raise ImportError(
                 f"TransformersConfig needs transformers 5: pip install 'transformers>=5' ({error})"
             ) from error
-        return module.MXQuantizationConfig(format, skip)
+        return module.MXQuantizationConfig(format, skip, include_head)
 
 
 def _register() -> None:

@@ -23,14 +23,15 @@ from ..checkpoints import native
 from ..checkpoints.layout import MERGES
 from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip, with_parameters
 from ..checkpoints.source import open_safetensors
-from ..checkpoints.transformers_names import Loaded, loaded_by, tied_keys, tied_to_embeddings
+from ..checkpoints.transformers_names import Loaded, loaded_by, tied_groups, tied_keys, tied_to_embeddings
 from ..convert.configs import recipe_of
-from ..convert.heads import heads
+from ..convert.heads import heads, warn_of_no_head
 from ..convert.weights import KINDS, Kind, default_filter
-from ..core.arguments import described
+from ..core.arguments import FLAG, check, described
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.huge_pages import use_huge_pages
 from ..tensor.mxtensor import MXTensor
+from ..training.local import local_of
 from .transformers_load import (
     SIDES,
     Deserialize,
@@ -43,6 +44,7 @@ from .transformers_load import (
     keep_codes,
     patterns_of,
     place,
+    prepare,
 )
 
 METHOD = "mxtensor"
@@ -52,7 +54,9 @@ METHOD = "mxtensor"
 class MXQuantizationConfig(QuantizationConfigMixin):
     """The ``quantization_config`` of a model: see :class:`mxtensor.TransformersConfig`."""
 
-    def __init__(self, format: str | None = None, skip: Sequence[str] = (), **unused: Any) -> None:
+    def __init__(
+        self, format: str | None = None, skip: Sequence[str] = (), include_head: bool = False, **unused: Any
+    ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers' enum has its own methods only
         if format is not None and not isinstance(format, str):
             raise TypeError(f"TransformersConfig takes the name of a format, not {described(format)}")
@@ -60,7 +64,8 @@ class MXQuantizationConfig(QuantizationConfigMixin):
             raise TypeError(f"TransformersConfig: skip must be names of modules, got {described(skip)}")
         if "modules_to_not_convert" in unused:
             raise TypeError("TransformersConfig: modules_to_not_convert has the name skip here")
-        self.format, self.skip = format, list(skip)
+        check("TransformersConfig", "include_head", include_head, FLAG)
+        self.format, self.skip, self.include_head = format, list(skip), include_head
         if format is not None and recipe_of(format).trains:
             raise ValueError(f"TransformersConfig: {format} trains, and stores no codes; pass a format for inference")
 
@@ -102,6 +107,7 @@ class MXQuantizer(HfQuantizer):
         """Parameter that stacks matrices -> transformers' pattern -> the matrices that it takes, in their order."""
         self._taken: dict[str, Loaded] = {}
         self._left: set[str] = set()
+        self._heads: set[str] = set()
         self._transforms: list[Any] = []
         self._merges: dict[Any, WeightConverter] = {}
         self._unchecked: nn.Module | None = None
@@ -146,13 +152,29 @@ class MXQuantizer(HfQuantizer):
             warn_of_unmatched_skip(
                 "TransformersConfig", self.quantization_config.skip, with_parameters(model), parameters
             )
-        _, self._left = tied_to_embeddings(model)
-        self._left |= {f"{fqn}.weight" for fqn in heads(model)}
+            self._choose_heads(model)
         return model
+
+    def _choose_heads(self, model: nn.Module) -> None:
+        """Names of parameters that are quantized although the default filter leaves them out, and the reverse: heads,
+        and the embeddings that share a weight with one."""
+        lookups, tied = tied_to_embeddings(model)
+        made = {f"{fqn}.weight" for fqn in heads(model)} | (tied - lookups)
+        self._left, self._heads = made | tied, set()
+        if self.quantization_config.include_head:
+            warn_of_no_head("TransformersConfig", model, 3)
+            groups = tied_groups(model)
+            for head in made:
+                names = next((group for group in groups if head in group), {head})
+                if not any(is_skipped(name, self.quantization_config.skip) for name in names):
+                    self._heads |= names
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
             self._check_all_are_loaded(model)
+        for module in model.modules():  # after transformers has tied weights
+            if any(isinstance(local_of(parameter), MXTensor) for parameter in module.parameters(recurse=False)):
+                prepare(module)
         use_huge_pages(model.parameters())
         used = getattr(model, "_weight_conversions", None) or ()
         model._weight_conversions = [  # codes are stored as they are
@@ -237,8 +259,9 @@ class MXQuantizer(HfQuantizer):
         """The kind of module whose parameter ``name`` is to be quantized; None leaves it in high precision."""
         module, leaf, path = place(model, name)
         kind = next((kind for kind in KINDS if leaf in kind.names and kind.matches(module)), None)
-        skipped = not default_filter(module, path) or is_skipped(name, self.quantization_config.skip)
-        return None if kind is None or skipped or name in self._left else kind
+        usual = default_filter(module, path) and name not in self._left
+        skipped = is_skipped(name, self.quantization_config.skip)
+        return kind if name in self._heads or (usual and not skipped) else None
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a parameter is quantized, or another one of those that one tensor is split into."""

@@ -18,7 +18,6 @@ from transformers.core_model_loading import ConversionOps, PrefixChange, WeightC
 
 from ..checkpoints import native
 from ..convert.instance_methods import show_format
-from ..convert.quantize import inference_recipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.local import is_sharded, local_of
@@ -58,7 +57,8 @@ def has(model: nn.Module, name: str) -> bool:
         return False
 
 
-def _prepare(module: nn.Module) -> None:
+def prepare(module: nn.Module) -> None:
+    """Add what ``quantize_`` adds to a module with a quantized weight."""
     register_state_dict_hooks(module)
     show_format(module)
 
@@ -75,12 +75,12 @@ class Quantize(ConversionOps):
         return {name: self._quantized(kwargs["model"], name, v) for name, v in zip(names, values, strict=True)}
 
     def _quantized(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
-        module, _, _ = place(model, name)
         kind, value = self.hf_quantizer.kind_of(model, name), value.to(dtype_of(model, name))
         if kind is None:
             return value
-        recipe = inference_recipe([module], self.hf_quantizer.quantization_config.recipe)
-        _prepare(module)
+        recipe = (
+            self.hf_quantizer.quantization_config.recipe
+        )  # an embedding has that of the head that shares its weight
         return nn.Parameter(quantize_as(value, recipe, kind.orientation), requires_grad=False)
 
     @property
@@ -113,7 +113,6 @@ class Deserialize(ConversionOps):
         part = tuple(local_of(parameter).shape) if is_sharded(parameter) else None
         entry = native.entry_of(stored, self.hf_quantizer.metadata[native.PREFIX + stored], part)
         tensors = [_ending(found, source.removeprefix(stored), name) for source in entry.sources]
-        _prepare(module)
         value = entry.build(*tensors).to(dtype_of(model, name))
         return {name: nn.Parameter(value, requires_grad=False)}
 
@@ -148,7 +147,6 @@ class Stack(ConversionOps):
         if not isinstance(value, MXTensor):
             return {}
         self.hf_quantizer.loaded.update(*stored.values())
-        _prepare(place(model, name)[0])
         return {target: nn.Parameter(value.to(dtype_of(model, name)), requires_grad=False)}
 
     def _matrices(self, given: dict[str, Any], source: str, names: list[str]) -> list[Any]:
@@ -169,9 +167,6 @@ class Freeze(ConversionOps):
     """Makes parameters of what transformers has split a quantized tensor into."""
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
-        for target in input_dict:
-            name = kwargs["full_layer_name"].replace(kwargs["target_patterns"][0], target)
-            _prepare(place(kwargs["model"], name)[0])
         return {  # each with a scale of its own, where the whole had one: transformers stores no shared memory
             target: nn.Parameter(value.clone(), requires_grad=False) for target, value in input_dict.items()
         }
