@@ -59,7 +59,7 @@ def strict() -> Iterator[None]:
     """Inside the block, an op that would dequantize an MXTensor raises a NotImplementedError that names it.
 
     So does a product with a training weight that runs in high precision because it is not recognized as a linear layer,
-    such as an einsum over stacked experts.
+    such as an einsum over stacked experts, or one of an input whose class turns torch functions off.
     """
     with _LOCK:
         OPEN["strict"] += 1

@@ -87,14 +87,16 @@ def _noted_in_graph(op: str, shape: tuple[int, ...], dtype: str, device: str) ->
     return is_inside_strict()
 
 
-def note_if_experts(func: Any, args: Any, kwargs: Any, in_mode: bool = False) -> None:
-    """Call ``note_experts`` if a product has a stack as operand. ``in_mode``: skip TrainingWeights, which do it."""
+def note_if_experts(func: Any, args: Any, kwargs: Any, in_mode: bool = False) -> bool:
+    """Call ``note_experts`` if a product has a stack as operand, and return whether it has. ``in_mode``: skip
+    TrainingWeights, which do it."""
     operands = [t for t in _tensors((args, kwargs)) if t.is_floating_point()]
     for stack in operands:
         if is_of_stack(stack) and not (in_mode and isinstance(stack, TrainingWeight)):
             x = [t for t in operands if t is not stack and t.dim() > 1]
             note_experts(getattr(func, "__name__", str(func)), x[0] if x else stack, stack)
-            break
+            return True
+    return False
 
 
 def watched(func: Any, args: Any, kwargs: Any) -> Any:

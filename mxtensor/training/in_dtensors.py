@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..core.compat import in_backward
-from ..core.scopes import Scopes
 from .local import local_of
-
-aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.matmul.default, aten.bmm.default}
-UNREAD = Scopes("unread", False)
-"""Inside: a torch function that the class of a weight has seen, and that is no linear layer."""
+from .unread import PRODUCTS, SEEN, Seen
 
 
 def mark_parameters(kind: type[Tensor]) -> None:
@@ -37,7 +31,7 @@ def refuse_product(func: Any, weights: list[Any]) -> None:
     """Raise RuntimeError if ``func``, an aten op, multiplies by a weight inside a DTensor."""
     if len(weights) > 1 or not weights[0].in_dtensor or func not in PRODUCTS:
         return
-    if UNREAD.get() or in_backward():
+    if SEEN.get() is not Seen.NOT or in_backward():
         return
     raise RuntimeError(
         f"torch would multiply by a weight {tuple(weights[0].shape)} of a DTensor in high precision: it decomposes the "

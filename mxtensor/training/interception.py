@@ -25,12 +25,12 @@ from .calls import CALLS, FALLBACKS, STACK_CALLS, Call, IsWeight
 from .delayed_scaling import DelayedState
 from .experts import GATHERED, PRODUCTS, is_of_stack, note_if_experts
 from .histories import LOADED, STATE, owner_of
-from .in_dtensors import UNREAD
 from .linear import linear
 from .local import is_sharded
 from .operands import Scales
 from .passes import Options
 from .training_weight import WEIGHT_FUNCTIONS, TrainingWeight, values_of
+from .unread import SEEN, Seen
 
 # ---------------------------------------------------------------------------------------------- calls
 
@@ -193,11 +193,11 @@ def _check_whole(weight: Tensor) -> None:
 # ---------------------------------------------------------------------------------------------- rules
 
 
-def _plain(func: Any, args: Any, kwargs: Any) -> Any:
+def _plain(func: Any, args: Any, kwargs: Any, seen: Seen) -> Any:
     with disable_subclass_torch_function():
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        with UNREAD.block(True):
+        with SEEN.block(seen):
             return func(*args, **kwargs)
 
 
@@ -205,8 +205,8 @@ def _for_weight(func: Any, args: Any, kwargs: Any) -> Any:
     """The rule of WEIGHT_FUNCTIONS: the recipe is that of the weight."""
     layer = _read(func, args, kwargs)
     if layer is None or isinstance(layer.input, TrainingWeight):  # two weights, as when an adapter is merged
-        note_if_experts(func, args, kwargs)
-        return _plain(func, args, kwargs)
+        noted = note_if_experts(func, args, kwargs)
+        return _plain(func, args, kwargs, Seen.NOTED if noted else Seen.UNREAD)
     return run(layer, layer.weight.linear_recipe)
 
 
@@ -219,7 +219,10 @@ def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: A
         if layer is not None:
             return run(layer, HIGH_PRECISION)
         with disable_torch_function():
-            return func(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                return func(*args, **kwargs)
+            with SEEN.block(Seen.NOTED):
+                return func(*args, **kwargs)
     layer = _read(func, args, kwargs, _is_tensor, _is_parameter_or_slice, is_of_stack)
     if layer is not None:
         _check_whole(layer.weight)

@@ -39,6 +39,7 @@ from ..tensor.mxtensor import MXTensor
 from .gathered_weight import gathered_values, high_precision_inputs, quantized_inputs, refusal
 from .histories import GATHERS, OWNER, STATE, delayed_states, with_states
 from .in_dtensors import mark_parameters, refuse_product
+from .unread import note_product
 
 aten = torch.ops.aten
 
@@ -155,6 +156,7 @@ class TrainingWeight(KeepsAttributes):
 
         plain_args, plain_kwargs = tree_map_only(TrainingWeight, inside, (args, kwargs or {}))
         refuse_product(func, weights)
+        note_product(func, weights, plain_args)
         gathers = func in GATHERS and isinstance(args[0], TrainingWeight) and _gives_matrices(args)
         gives_weights = gathers or func in WEIGHT_RESULTS or func.is_view
         if not gives_weights and func not in SHAPES:
