@@ -2,7 +2,8 @@
 
 - transformers: its registries of quantizers (``transformers.py``, ``transformers_load.py``) and of attention
   (``attention.py``), heads of another size (``resized_heads.py``), ``save_pretrained.py``, the KV cache (``kv_*.py``);
-- peft: merged adapters (``peft_merges.py``) and saved ones (``peft.py``);
+- peft: adapters that change weights when they are made (``peft_inits.py``), merged ones (``peft_merges.py``) and saved
+  ones (``peft.py``);
 - accelerate: its function that puts a tensor into a module (``accelerate.py``);
 - sentence-transformers: the modules that it saves (``sentence_transformers.py``).
 """

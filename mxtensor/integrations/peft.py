@@ -21,7 +21,7 @@ import torch
 from ..core.compat_hooks import hook_function, hook_method
 from ..core.when_imported import after_import
 from ..tensor.mxtensor import MXTensor
-from . import peft_merges
+from . import peft_inits, peft_merges
 
 
 def _warning(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -97,6 +97,7 @@ def install(module: Any) -> None:
     for name in ("merge_and_unload", "merge_adapter"):
         hook_method(module.BaseTuner, name, _warning(name))
     peft_merges.install(module.BaseTuner)
+    peft_inits.install(module)
     for name, kind, method, wrap in COPIES:
         after_import(name, partial(_hook_copies, name, kind, method, wrap))
 

@@ -106,8 +106,13 @@ def _places(layer: Any) -> Iterator[tuple[torch.nn.Module, str, MXTensor]]:
                 yield module, name, parameter
 
 
+def has_codes(layer: Any) -> bool:
+    """Whether a layer of peft wraps quantized weights that ``in_high_precision`` has not replaced."""
+    return INSIDE not in vars(layer) and next(_places(layer), None) is not None
+
+
 @contextmanager
-def _in_high_precision(layer: Any) -> Iterator[None]:
+def in_high_precision(layer: Any) -> Iterator[None]:
     """The weights of ``layer`` have no codes inside the block, and get those of their new values after it."""
     places = [*_places(layer)]
     setattr(layer, INSIDE, True)
@@ -142,14 +147,14 @@ def _saving(merge: Callable[..., Any]) -> Callable[..., Any]:
     def merge_saved(self: Any, safe_merge: bool = False, adapter_names: Any = None) -> Any:
         done = [*self.merged_adapters]
         names = [*(self.active_adapters if adapter_names is None else adapter_names)]
-        if INSIDE in vars(self) or all(name in done for name in names) or next(_places(self), None) is None:
+        if all(name in done for name in names) or not has_codes(self):
             return merge(self, safe_merge, adapter_names)
         if BEFORE in vars(self):  # the sum of all is rounded once
             self.unmerge()
             names = [*done, *(name for name in names if name not in done)]
         setattr(self, BEFORE, [_codes_of_before(weight) for _, _, weight in _places(self)])
         try:
-            with _in_high_precision(self):
+            with in_high_precision(self):
                 return merge(self, safe_merge, names)
         finally:
             if not self.merged:

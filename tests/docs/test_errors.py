@@ -87,7 +87,12 @@ NEVER_SEEN = {
     # of a pickle that torchao did not write: tests/checkpoints/test_mutations.py
     "torchao's {value} needs the tensors qdata and scale, got {value}",
     "a tensor of torchao's {value} was only read from a file; it cannot run {value}",
-    # of a model of transformers and its adapters: tests/integrations/test_offload.py, tests/integrations/test_peft.py
+    # of a model of transformers and its adapters: tests/integrations/test_offload.py, tests/integrations/test_peft.py,
+    # tests/integrations/test_peft_inits.py
+    "peft: {value} weights are in {value}, and the initialization of the adapters took a part out of them: the rest "
+    "was rounded again. The rounding has {value} of the norm of that part, {value} in {value}. To lose nothing, use "
+    "init_lora_weights=True; or make the adapters for the model in high precision, and quantize its base layers: "
+    "quantize_(model, format, lambda module, name: name.endswith('base_layer'))",
     "weights that are quantized while they are loaded are in no file; save the quantized model, or use `mxtensor "
     "quantize`, and load that with 'disk' in device_map",
     "{value}: {value} weights are in {value}, and their sums with the adapters were rounded: the rounding has "
