@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..convert.weights import (
+    FilterFn,
     Kind,
     default_filter,
     names_of_weights,
@@ -21,10 +22,15 @@ from ..numerics.formats import Orientation
 from .transformers_names import Loaded, loaded_by, model_of, tied_keys, tied_to_embeddings
 
 
-def _accepts(module: nn.Module, fqn: str) -> bool:
+def _filter(model: nn.Module) -> FilterFn:
     """As ``quantize_`` without a filter, but for weights that are computed from others, which it refuses."""
-    weights = (getattr(module, name, None) for name in names_of_weights(module))
-    return default_filter(module, fqn) and all(isinstance(weight, nn.Parameter | None) for weight in weights)
+    usual = default_filter(model)
+
+    def accepts(module: nn.Module, fqn: str) -> bool:
+        weights = (getattr(module, name, None) for name in names_of_weights(module))
+        return usual(module, fqn) and all(isinstance(weight, nn.Parameter | None) for weight in weights)
+
+    return accepts
 
 
 class Known:
@@ -48,7 +54,7 @@ class Known:
         """Parameter -> its kind, of those that ``quantize_`` converts."""
         if self.model is None:
             return {}
-        found = without_heads(self.model, weights_to_quantize(self.model, _accepts))
+        found = without_heads(self.model, weights_to_quantize(self.model, _filter(self.model)))
         return {weight.fqn: weight.kind for weight in found if weight.fqn not in self._tied}
 
     @cached_property

@@ -31,16 +31,17 @@ def choose(
     recipes = {key: None if value is None else _recipe(key, value) for key, value in table.table().items()}
     _warn_of_unmatched(model, table, recipes)
     general = recipes.get(DEFAULT)
+    usual = default_filter(model)
     skipped = {key for key, recipe in recipes.items() if recipe is None}
 
     def wanted(module: nn.Module, fqn: str) -> bool:
         names = [f"{fqn}.{name}" if fqn else name for name in module._parameters]
         keys = [table.key_of(fqn, name) for name in names]
-        by_default = general is not None and None in keys and default_filter(module, fqn)
+        by_default = general is not None and None in keys and usual(module, fqn)
         return by_default or any(key is not None and key not in skipped for key in keys)
 
     found = [(weight, table.key_of(weight.module_name, weight.fqn)) for weight in weights_to_quantize(model, wanted)]
-    rest = [weight for weight, key in found if key is None and default_filter(weight.module, weight.module_name)]
+    rest = [weight for weight, key in found if key is None and usual(weight.module, weight.module_name)]
     default = {(id(weight.module), weight.name) for weight in without_heads(model, rest)}
     chosen: list[tuple[Weight, LinearRecipe]] = []
     for weight, key in found:

@@ -51,12 +51,12 @@ def quantize_(
 
     ``filter_fn(module, fqn) -> bool`` is called for every nn.Linear, nn.MultiheadAttention, nn.Embedding and
     nn.EmbeddingBag, and for transformers' Conv1D and modules of stacked experts. The default skips embeddings, routers
-    (``router``, ``gate``) and heads: ``lm_head``, layers that share a weight with an embedding, and what
-    ``get_output_embeddings()`` of transformers returns. ``include_head=True`` adds heads; a shared weight is quantized
-    once, for the product and for the lookup. If modules share a weight and the filter accepts one of them, the weight
-    is quantized for all of them. Embeddings do not train quantized. Neither do modules whose class name says that they
-    are experts, but whose parameters are not recognized: a warning names them. Modules of ``mx.nn`` are not changed,
-    with a warning: ``autocast`` sets their recipe. Returns ``model``.
+    (``router``, and ``gate`` unless it is a branch of a gated MLP) and heads: ``lm_head``, layers that share a weight
+    with an embedding, and what ``get_output_embeddings()`` of transformers returns. ``include_head=True`` adds heads; a
+    shared weight is quantized once, for the product and for the lookup. If modules share a weight and the filter
+    accepts one of them, the weight is quantized for all of them. Embeddings do not train quantized. Neither do modules
+    whose class name says that they are experts, but whose parameters are not recognized: a warning names them. Modules
+    of ``mx.nn`` are not changed, with a warning: ``autocast`` sets their recipe. Returns ``model``.
 
     If heads and embeddings that the default filter skips are more than a tenth of the values, the logger ``mxtensor``
     warns with their names and the bits per value of the whole model. ``mx.model_size(model)`` shows the details.

@@ -16,6 +16,7 @@ from ..core.arguments import FLAG, FUNCTION, check, described, optional
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
 from ..training.local import is_sharded
+from .gates import mlp_gates
 from .heads import embedding_weight_ids, heads, is_head, is_lookup
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -113,13 +114,19 @@ KINDS = (
 """Every kind of module that ``quantize_`` knows; the first match counts."""
 
 SKIPPED_NAMES = ("router", "gate")
-"""Last parts of module names that the default filter leaves in high precision, beside heads: expert routers. What is
-inside a module named ``router`` (JetMoe's ``router.layer``) stays too."""
+"""Last parts of module names that the default filter leaves in high precision, beside heads: expert routers, unless
+``mlp_gates`` knows better. What is inside a module named ``router`` (JetMoe's ``router.layer``) stays too."""
 
 
-def default_filter(module: nn.Module, fqn: str) -> bool:
-    """Linear layers and attention; not heads, routers and embeddings, where rounding costs most and saves least."""
-    return not is_lookup(module) and not is_left_out(fqn)
+def default_filter(model: nn.Module) -> FilterFn:
+    """Linear layers and attention of a model; not heads, routers and embeddings, where rounding costs most and saves
+    least. A ``gate`` of an MLP is no router."""
+    gates = mlp_gates(model)
+
+    def accepts(module: nn.Module, fqn: str) -> bool:
+        return not is_lookup(module) and (fqn in gates or not is_left_out(fqn))
+
+    return accepts
 
 
 def is_left_out(fqn: str) -> bool:
@@ -131,11 +138,11 @@ def is_left_out(fqn: str) -> bool:
 def _with_heads(model: nn.Module) -> FilterFn:
     """The default filter, and heads with the embeddings that share their weights."""
     accepted = heads(model)
-    weights = {id(head.weight) for head in accepted.values()}
+    weights, usual = {id(head.weight) for head in accepted.values()}, default_filter(model)
 
     def accepts(module: nn.Module, fqn: str) -> bool:
         tied = is_lookup(module) and id(module.weight) in weights
-        return tied or fqn in accepted or default_filter(module, fqn)
+        return tied or fqn in accepted or usual(module, fqn)
 
     return accepts
 
@@ -260,7 +267,7 @@ def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None, include_he
         return list(_weights(model, filter_fn))
     if include_head:
         return list(_weights(model, _with_heads(model)))
-    return without_heads(model, list(_weights(model, default_filter)))
+    return without_heads(model, list(_weights(model, default_filter(model))))
 
 
 def without_heads(model: nn.Module, weights: list[Weight]) -> list[Weight]:

@@ -26,7 +26,7 @@ from ..checkpoints.source import open_safetensors
 from ..checkpoints.transformers_names import Loaded, loaded_by, tied_groups, tied_keys, tied_to_embeddings
 from ..convert.configs import recipe_of
 from ..convert.heads import heads, warn_of_no_head
-from ..convert.weights import KINDS, Kind, default_filter
+from ..convert.weights import KINDS, FilterFn, Kind, default_filter
 from ..core.arguments import FLAG, check, described
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.huge_pages import use_huge_pages
@@ -108,6 +108,7 @@ class MXQuantizer(HfQuantizer):
         self._taken: dict[str, Loaded] = {}
         self._left: set[str] = set()
         self._heads: set[str] = set()
+        self._usual: FilterFn = lambda module, fqn: False
         self._transforms: list[Any] = []
         self._merges: dict[Any, WeightConverter] = {}
         self._unchecked: nn.Module | None = None
@@ -158,6 +159,7 @@ class MXQuantizer(HfQuantizer):
     def _choose_heads(self, model: nn.Module) -> None:
         """Names of parameters that are quantized although the default filter leaves them out, and the reverse: heads,
         and the embeddings that share a weight with one."""
+        self._usual = default_filter(model)
         lookups, tied = tied_to_embeddings(model)
         made = {f"{fqn}.weight" for fqn in heads(model)} | (tied - lookups)
         self._left, self._heads = made | tied, set()
@@ -259,7 +261,7 @@ class MXQuantizer(HfQuantizer):
         """The kind of module whose parameter ``name`` is to be quantized; None leaves it in high precision."""
         module, leaf, path = place(model, name)
         kind = next((kind for kind in KINDS if leaf in kind.names and kind.matches(module)), None)
-        usual = default_filter(module, path) and name not in self._left
+        usual = self._usual(module, path) and name not in self._left
         skipped = is_skipped(name, self.quantization_config.skip)
         return kind if name in self._heads or (usual and not skipped) else None
 

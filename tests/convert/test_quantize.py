@@ -45,6 +45,7 @@ def test_the_default_filter_accepts_linear_and_attention_but_not_embedding_head_
     names = {
         "attention.in_proj_weight",
         "attention.out_proj.weight",
+        "mlp.gate.weight",  # of an MLP: it has the shape of the layer beside it
         "mlp.up.weight",
         "mlp.gate_proj.weight",
         "down.weight",
