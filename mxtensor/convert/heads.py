@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -31,9 +31,9 @@ def embedding_weight_ids(model: nn.Module) -> set[int]:
 
 
 def heads(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every head by its fully qualified name: ``lm_head``, linear layers that share a weight with an embedding, and
-    those that a model of transformers returns as its output embeddings."""
-    tied, named = embedding_weight_ids(model), set(_output_embeddings(model))
+    """Every head by its fully qualified name: ``lm_head``, linear layers that share a weight with an embedding, or that
+    do so in other models of their class, and those that a model of transformers returns as its output embeddings."""
+    tied, named = embedding_weight_ids(model), {*_output_embeddings(model), *_declared(model)}
     return {
         fqn: module
         for fqn, module in model.named_modules()
@@ -45,9 +45,12 @@ def heads(model: nn.Module) -> dict[str, nn.Linear]:
 def warn_of_no_head(caller: str, model: nn.Module, stacklevel: int) -> None:
     """Warn if ``include_head`` finds no head in a model."""
     if not heads(model):
-        why = "it has no lm_head, names no output embeddings, and no linear layer shares a weight with an embedding"
         warnings.warn(
-            f"{caller}: include_head=True found no head in {type(model).__name__}: {why}", None, stacklevel + 1
+            f"{caller}: include_head=True found no head in {type(model).__name__}: it has no lm_head, names no output "
+            "embeddings, and no linear layer shares a weight with an embedding; if it has a head, that is quantized as "
+            "any other layer is",
+            None,
+            stacklevel + 1,
         )
 
 
@@ -62,3 +65,17 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
             continue
         if isinstance(found, nn.Module):
             yield from found if isinstance(found, nn.ModuleList) else (found,)
+
+
+def _declared(model: nn.Module) -> Iterator[nn.Module]:
+    """Linear layers whose weight may be that of an embedding, as classes of transformers declare it: in a model with
+    ``tie_word_embeddings=False`` it is not. FSMT's output embeddings are the embedding, tied or not, and its head is
+    ``output_projection``."""
+    for module in model.modules():
+        pairs = getattr(type(module), "_tied_weights_keys", None)
+        if isinstance(pairs, Mapping):
+            inner = dict(module.named_modules())
+            for pair in pairs.items():
+                found = [inner.get(name.strip("^$").removesuffix(".weight")) for name in pair]
+                if any(one is not None and is_lookup(one) for one in found):
+                    yield from (one for one in found if isinstance(one, nn.Linear))

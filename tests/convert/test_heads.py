@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+from mxtensor.convert.heads import heads
 from tests.helpers.compare import same_bytes
 
 FORMATS = ("mxfp8", "mxfp4-weight-only", "nvfp4-weight-only", "mxfp6_e2m3-weight-only", "float8_e4m3_row")
@@ -116,6 +117,56 @@ def test_output_embeddings_of_a_part_are_heads(one):
     every = mx.quantize_(model, "mxfp8", include_head=True)
     assert all(isinstance(p, mx.MXTensor) for p in every[1].output.parameters() if p.dim() == 2)
     assert not isinstance(every[1].words.weight, mx.MXTensor)
+
+
+class Declared(nn.Module):
+    """As FSMT of transformers: the output embeddings are the embedding, and the class says what may be tied to it."""
+
+    _tied_weights_keys = {  # noqa: RUF012
+        "decoder.output_projection.weight": "decoder.words.weight", "side.weight": "decoder.layer.weight",
+        r"decoder\.absent(?!0).weight": "decoder.words.weight",
+    }  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.decoder, self.side = nn.Module(), nn.Linear(64, 64)
+        self.decoder.words, self.decoder.layer = nn.Embedding(300, 64), nn.Linear(64, 64)
+        self.decoder.output_projection = nn.Linear(64, 300, bias=False)
+
+    def get_output_embeddings(self):
+        return self.decoder.words
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_layer_that_its_class_may_tie_to_an_embedding_is_a_head(inside):
+    model = nn.Sequential(nn.Linear(64, 64), Declared()) if inside else Declared()
+    prefix = "1." if inside else ""
+    assert [*heads(model)] == [f"{prefix}decoder.output_projection"]
+    default = mx.quantize_(copy.deepcopy(model), "mxfp8")
+    part = default[1] if inside else default
+    assert not isinstance(part.decoder.output_projection.weight, mx.MXTensor)
+    assert isinstance(part.decoder.layer.weight, mx.MXTensor) and isinstance(part.side.weight, mx.MXTensor)
+    part = mx.quantize_(model, "mxfp8", include_head=True)
+    part = part[1] if inside else part
+    assert isinstance(part.decoder.output_projection.weight, mx.MXTensor)
+    assert not isinstance(part.decoder.words.weight, mx.MXTensor)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_of_fsmt(tied):
+    from transformers import FSMTConfig, FSMTForConditionalGeneration
+
+    width = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 1}
+    sizes = {"src_vocab_size": 96, "tgt_vocab_size": 96, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = FSMTConfig(langs=["en", "de"], tie_word_embeddings=tied, **width, **sizes)
+    model = FSMTForConditionalGeneration(config)
+    head, words = model.model.decoder.output_projection, model.model.decoder.embed_tokens
+    mx.quantize_(model, "mxfp8-weight-only")
+    assert not isinstance(head.weight, mx.MXTensor) and isinstance(
+        model.model.decoder.layers[0].fc1.weight, mx.MXTensor
+    )
+    mx.quantize_(model, "mxfp8-weight-only", include_head=True)
+    assert isinstance(head.weight, mx.MXTensor) and isinstance(words.weight, mx.MXTensor) is tied
 
 
 def test_a_model_without_a_head_is_named():
