@@ -18,6 +18,7 @@
 #include "op_cast.h"
 #include "op_functions.h"
 #include "op_problem.h"
+#include "op_tame.h"
 
 namespace {
 
@@ -178,7 +179,7 @@ void by_blas(Problem& p, int64_t few, const Tensor& x, const OptionalTensor& bia
   else by_slabs(p, x, bias, out);
 }
 
-std::vector<Tensor> cpu_linear_shared(const Tensor& x, at::TensorList data, at::TensorList scale,
+std::vector<Tensor> cpu_linear_shared(const Tensor& given, at::TensorList data, at::TensorList scale,
                                       const c10::List<OptionalTensor>& global_scale, const OptionalTensor& x_global,
                                       const c10::List<OptionalTensor>& bias, IntArrayRef format, double alpha, double beta,
                                       at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
@@ -187,6 +188,11 @@ std::vector<Tensor> cpu_linear_shared(const Tensor& x, at::TensorList data, at::
                  "mxtensor::cpu_linear_shared: ", count, " weights need as many scales, global scales and biases");
   std::vector<Problem> all;
   std::vector<Tensor> outs;
+  bool scaled = false;
+  for (size_t i = 0; i < count; i++) scaled = scaled || global_scale[i].has_value();
+  const double before = alpha;
+  const Tensor x = scaled && !has_global_scale(cast) ? tamed(given, alpha) : given;
+  if (alpha != before) amax_epsilon *= DOWN;
   for (size_t i = 0; i < count; i++) {
     all.push_back(problem_of(x, data[i], scale[i], global_scale[i], x_global, bias[i], format, alpha, beta));
     outs.push_back(at::empty({all[i].m, all[i].n}, x.options().dtype(out_dtype)));
@@ -214,7 +220,7 @@ Tensor cpu_linear(const Tensor& x, const Tensor& data, const Tensor& scale, cons
 
 // A stack of weights (G, N, bytes), each multiplied by the rows of its group, which end at ends[g]. A cast sees all rows at
 // once; the rows after the last group are zeros.
-Tensor cpu_linear_groups(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
+Tensor cpu_linear_groups(const Tensor& given, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
                          const OptionalTensor& x_global, const Tensor& ends, IntArrayRef format, double alpha,
                          at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
   const int64_t groups = data.size(0);
@@ -224,6 +230,9 @@ Tensor cpu_linear_groups(const Tensor& x, const Tensor& data, const Tensor& scal
   MX_CHECK_VALUE(ends.dim() == 1 && ends.size(0) == groups && ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.is_cpu(),
                  "mxtensor::cpu_linear_groups: ", groups, " weights need as many ends of groups in int32, got ", ends.scalar_type(),
                  " ", ends.sizes());
+  const double before = alpha;
+  const Tensor x = global_scale && !has_global_scale(cast) ? tamed(given, alpha) : given;
+  if (alpha != before) amax_epsilon *= DOWN;
   Problem all = problem_of(x, data.select(0, 0), scale.select(0, 0), global_scale, x_global, std::nullopt, format, alpha, 0);
   const Tensor out = at::empty({all.m, all.n}, x.options().dtype(out_dtype));
   all.out_kind = kind_of(out_dtype);
@@ -282,18 +291,21 @@ int64_t cpu_linear_prepare(const Tensor& x, const Tensor& data, const Tensor& sc
   return number;
 }
 
-Tensor cpu_linear_prepared(const Tensor& x, int64_t number) {
+Tensor cpu_linear_prepared(const Tensor& given, int64_t number) {
   Problem p;
   std::optional<Cast> cast;
   std::vector<int64_t> shape;
   {
     const std::lock_guard<std::mutex> guard(lock);
     const auto known = number >= 0 && size_t(number) < all_prepared.size() ? all_prepared[size_t(number)].get() : nullptr;
-    MX_CHECK_VALUE(known && x.is_contiguous() && x.numel() == known->problem.m * known->problem.k &&
-                       kind_of(x.scalar_type()) == known->problem.x_kind,
-                   "mxtensor::cpu_linear_prepared: product ", number, " was not prepared for ", x.sizes());
+    MX_CHECK_VALUE(known && given.is_contiguous() && given.numel() == known->problem.m * known->problem.k &&
+                       kind_of(given.scalar_type()) == known->problem.x_kind,
+                   "mxtensor::cpu_linear_prepared: product ", number, " was not prepared for ", given.sizes());
     p = known->problem, shape = known->shape, cast = known->cast;
   }
+  const double before = p.alpha;
+  const Tensor x = p.global_scale && !(cast && cast->global_scale) ? tamed(given.view({p.m, p.k}), p.alpha) : given;
+  if (cast && p.alpha != before) cast->amax_epsilon *= DOWN;
   Tensor out = at::empty(shape, x.options());
   p.x = memory_of(x, "x"), p.out = out.mutable_data_ptr();
   Tensor memory;

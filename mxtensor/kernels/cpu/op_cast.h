@@ -18,6 +18,8 @@ struct Cast {
   float amax_epsilon;
 };
 
+inline bool has_global_scale(IntArrayRef cast) { return cast.size() == 7 && cast[4] != 0; }
+
 Cast cast_of(IntArrayRef cast, double amax_epsilon) {
   MX_CHECK_VALUE(cast.size() == 7 && is_format(cast), "mxtensor::cpu_linear: there is no cast ", cast);
   Cast c;

@@ -37,8 +37,11 @@ HEADERS = tuple(
     )
 )  # fmt: skip
 OP_HEADERS = tuple(
-    HERE / name for name in ("format.h", "problem.h", "op_check.h", "op_functions.h", "op_cast.h", "op_problem.h")
-)
+    HERE / name
+    for name in (
+        "format.h", "problem.h", "op_check.h", "op_functions.h", "op_cast.h", "op_problem.h", "op_tame.h",
+    )
+)  # fmt: skip
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 TORCH_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC")
 SYMBOLS = tuple(f"mx_linear_{name}" for name in ("packed_row", "pack", "rows", "decode", "finish", "instructions"))
