@@ -33,6 +33,7 @@ TESTS = {
     "products": (
         "tests/kernels/gemm/test_cpu_codes.py",
         "tests/kernels/gemm/test_cpu_groups.py",
+        "tests/kernels/gemm/test_large_activations.py",
         "-k",
         "not without_a_compiler and not compiled and not torchs_own",
     ),
