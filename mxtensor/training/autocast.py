@@ -18,13 +18,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ..core.compat import disable_torch_function, function_mode_stack, remove_function_mode
+from ..core.compat import function_mode_stack, remove_function_mode
 from ..core.compat_compile import HigherOrderOperator, run_uncompiled
 from ..core.peer_names import refuse_arguments
 from ..core.scopes import Scope, Scopes
 from ..recipe import MXFP8BlockScaling, Recipe
 from ..recipe.default import recipe_or_default
-from ..recipe.linear_recipe import LinearRecipe
+from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..training import recompute
 from .experts import watched
 from .interception import MODE_BODIES, MODE_FUNCTIONS
@@ -39,14 +39,14 @@ class AutocastState:
     group: Any = None
     """The process group that shares delayed scaling's amax."""
     mode: AutocastMode | None = None
+    traced: bool = False
+    """Whether Dynamo has entered it, so that it is a part of the graph."""
 
 
-WITH_BODIES = {
-    "checkpoint": "torch.utils.checkpoint",
-    "cond": "torch.cond", "while_loop": "while_loop", "scan": "scan", "map_impl": "map",
-    "invoke_subgraph": "torch.compiler.nested_compile_region",
-}  # fmt: skip
-"""Functions and ops of torch whose bodies Dynamo traces without the modes around the call -> what users call."""
+REGION = "invoke_subgraph"
+"""The op of ``torch.compiler.nested_compile_region``: a body that torch compiles once for several calls."""
+WITH_BODIES = frozenset({"checkpoint", "tag_activation_checkpoint", "cond", "while_loop", "scan", "map_impl", REGION})
+"""Functions and ops of torch whose bodies Dynamo traces without the modes around the call."""
 _autocast_state: Scopes[AutocastState | None] = Scopes("autocast", None)
 """None inside a block: as if there were no ``autocast`` around it."""
 
@@ -76,12 +76,7 @@ class AutocastMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.unflatten:  # its body calls super(), which Dynamo cannot trace inside a mode
             return torch.unflatten(*args, **(kwargs or {}))
-        if func is checkpoint and self.state.recipe is not None:  # Dynamo traces its body without the modes around it
-            raise NotImplementedError(
-                "torch.compile cannot carry autocast into torch.utils.checkpoint, whose layers would run in high "
-                "precision; use mx.quantize_(model, recipe), or only one of autocast and checkpoint"
-            )
-        if func is checkpoint or (torch.compiler.is_dynamo_compiling() and isinstance(func, HigherOrderOperator)):
+        if torch.compiler.is_dynamo_compiling() and (func is checkpoint or isinstance(func, HigherOrderOperator)):
             return self._call_with_body(func, args, kwargs or {})
         state = self.state if torch.compiler.is_dynamo_compiling() else autocast_state()
         if state is not None and func in MODE_BODIES:
@@ -92,19 +87,44 @@ class AutocastMode(TorchFunctionMode):
             if state is None or state.recipe is None:
                 return func(*args, **(kwargs or {}))
             return watched(func, args, kwargs or {})
-        return rule(linear_recipe_of(state), state.group, func, args, kwargs or {})
+        linear_recipe = HIGH_PRECISION if self._runs_in_others() else linear_recipe_of(state)
+        return rule(linear_recipe, state.group, func, args, kwargs or {})
+
+    def _runs_in_others(self) -> bool:
+        """Whether a graph that Dynamo traces in a disabled block will run inside a block that quantizes.
+
+        The mode of that block sees the calls of the graph again if a backend runs them as they are ("eager").
+        """
+        if self.state.recipe is not None or not torch.compiler.is_dynamo_compiling():
+            return False
+        around = [mode.state for mode in function_mode_stack() if isinstance(mode, AutocastMode)]
+        return any(state.recipe is not None and not state.traced for state in around)
 
     def _call_with_body(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function that calls functions of the user, which Dynamo mostly traces without the modes around the call."""
+        """A function that calls functions of the user, which Dynamo traces: each enters this mode for its calls."""
         if func.__name__ not in WITH_BODIES:
             return func(*args, **kwargs)
-        if self.state.recipe is None:
-            with disable_torch_function():  # an autocast around this one does not apply
-                return func(*args, **kwargs)
-        raise NotImplementedError(
-            f"torch.compile cannot carry autocast into {WITH_BODIES[func.__name__]}, whose layers would run in high "
-            "precision; leave it out, or call it inside mx.autocast(enabled=False)"
-        )
+        if func.__name__ == REGION:  # torch would compile it once for the blocks of all its calls
+            return _within(self.state, args[0])(*args[1:], **kwargs)
+        with AutocastMode(self.state):  # Dynamo permits bodies to enter modes if the graph around them has
+            pass
+        bodies = [_within(self.state, a) if _is_function(a) else a for a in args]
+        named = {k: _within(self.state, a) if _is_function(a) and k != "context_fn" else a for k, a in kwargs.items()}
+        return func(*bodies, **named)
+
+
+def _is_function(argument: Any) -> bool:
+    return callable(argument) and not isinstance(argument, torch.Tensor)
+
+
+def _within(state: AutocastState, body: Callable[..., Any]) -> Callable[..., Any]:
+    """``body`` inside the ``autocast`` block of this state, for Dynamo."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with AutocastMode(state):
+            return body(*args, **kwargs)
+
+    return call
 
 
 class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine write it)
@@ -131,7 +151,7 @@ class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine
     def __enter__(self) -> autocast:
         if self.recipe is not None:
             self.recipe.linear_recipe()  # impossible fields raise here, before anything changes
-        state = AutocastState(self.recipe, self.group)
+        state = AutocastState(self.recipe, self.group, traced=torch.compiler.is_dynamo_compiling())
         state.mode = AutocastMode(state)
         if torch.compiler.is_dynamo_compiling():  # Dynamo sees modes, but neither threads nor ContextVars
             scope: Scope[AutocastState | None] = Scope(state, None, 0)

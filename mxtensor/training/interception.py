@@ -224,6 +224,8 @@ def _for_mode(linear_recipe: LinearRecipe | None, group: Any, func: Any, args: A
             with SEEN.block(Seen.NOTED):
                 return func(*args, **kwargs)
     layer = _read(func, args, kwargs, _is_tensor, _is_parameter_or_slice, is_of_stack)
+    if linear_recipe is HIGH_PRECISION and (layer is None or is_sharded(layer.weight)):
+        return _for_mode(None, group, func, args, kwargs)
     if layer is not None:
         _check_whole(layer.weight)
         return run(layer, linear_recipe, group)
@@ -245,7 +247,8 @@ def _attention_for_weight(func: Any, args: Any, kwargs: Any) -> Any:
 WEIGHT_FUNCTIONS.update(dict.fromkeys([*CALLS, *STACK_CALLS, *PRODUCTS], _for_weight))
 WEIGHT_FUNCTIONS[F.multi_head_attention_forward] = _attention_for_weight
 MODE_FUNCTIONS: dict[Any, Callable[..., Any]] = dict.fromkeys([*CALLS, *STACK_CALLS], _for_mode)
-"""torch function -> rule(linear_recipe, group, func, args, kwargs) for ``autocast``; recipe None: do not quantize."""
+"""torch function -> rule(linear_recipe, group, func, args, kwargs) for ``autocast``; recipe None: do not quantize.
+HIGH_PRECISION: nor may the mode of a block around the graph that is being traced, when it runs."""
 MODE_BODIES = {F.multi_head_attention_forward: _attention}
 """torch function -> the same function with linear layers that ``autocast`` intercepts."""
 

@@ -9,10 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._higher_order_ops.map import map as torch_map
-from torch._higher_order_ops.while_loop import while_loop
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
 from mxtensor.recipe import (
@@ -762,21 +759,6 @@ def test_a_graph_break_inside_the_block_leaves_it_active():
     assert autocast_state() is None
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_compiled_checkpointing_is_refused(where):
-    net, x, g = model(), leaf(8, 64), torch.randn(8, 32)
-
-    def fn(x):
-        with mx.autocast(recipe=MXFP8) if where == "inside" else nullcontext():
-            return checkpoint(net, x, use_reentrant=False)
-
-    recipe = None if where == "inside" else MXFP8
-    with pytest.raises(Exception, match=r"cannot carry autocast into torch.utils.checkpoint"):
-        step(torch.compile(fn, **EAGER), x, [], g, recipe=recipe)
-    torch._dynamo.reset()
-    check_compiled(fn, torch.compile(fn, backend="aot_eager"), x, list(net.parameters()), g, recipe=recipe)
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_an_exported_program_trains_quantized(compiled):
     net, x, g = model(), leaf(8, 64), torch.randn(8, 32)
@@ -785,35 +767,6 @@ def test_an_exported_program_trains_quantized(compiled):
     call = torch.compile(program, backend="aot_eager") if compiled else program
     expected = step(net, x, list(net.parameters()), g)
     assert same(step(call, x, [program.get_parameter(name) for name in names], g), expected)
-
-
-region = torch.compiler.nested_compile_region(lambda layer, x: layer(x))
-BODIES = {
-    "cond": lambda net, x: torch.cond(x.sum() > 0, lambda x: net(x), lambda x: -net(x), (x,)),
-    "map": lambda net, x: torch_map(lambda row: net(row), x.unsqueeze(1)).squeeze(1),
-    "while_loop": lambda net, x: while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, net(x)), (ONE, net(x)))[1],
-    "region": lambda net, x: region(net, x),
-}
-ONE = torch.tensor(1)
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_bodies_that_dynamo_traces_without_the_recipe_are_refused(name):
-    net, x = model().requires_grad_(False), torch.randn(8, 64)
-
-    def call(x):
-        return BODIES[name](net, x)
-
-    def outside(x):
-        with mx.autocast(enabled=False):
-            return call(x)
-
-    with torch.no_grad(), mx.autocast(recipe=MXFP8):
-        with pytest.raises(Exception, match=r"cannot carry autocast|NotImplementedError"):  # torch 2.11 drops the text
-            torch.compile(call, backend="aot_eager")(x)
-        torch._dynamo.reset()
-        got = torch.compile(outside, backend="aot_eager")(x)
-    torch.testing.assert_close(got, call(x))
 
 
 @pytest.mark.exhaustive(quick=1)

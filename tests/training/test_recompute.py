@@ -282,18 +282,12 @@ def test_an_unknown_checkpoint_implementation_warns(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["autocast", "quantize_"])
-def test_compiled(way):
-    """torch.compile refuses checkpoints under autocast (test_autocast.py); weights of quantize_ carry their recipe."""
+@ways
+def test_compiled(way, checkpointed):
     torch._dynamo.reset()
     net, (x, g) = model(), problem()
-
-    def fn(x):
-        return checkpoint(net, x, use_reentrant=False)
-
-    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-    if way == "autocast":
-        with pytest.raises(Exception, match=r"cannot carry autocast into torch.utils.checkpoint"):
-            step(compiled, net, x, g, MXFP8)
-        return
-    mx.quantize_(net, MXFP8)
-    assert same(step(net, net, x, g)[0], step(compiled, net, x, g)[0])
+    if way == "quantize_":
+        mx.quantize_(net, MXFP8)
+    recipe = MXFP8 if way == "autocast" else None
+    compiled = torch.compile(lambda x: checkpointed(net, x), fullgraph=True, backend="aot_eager")
+    assert same(step(net, net, x, g, recipe)[0], step(compiled, net, x, g, recipe)[0])
