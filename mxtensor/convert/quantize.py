@@ -68,9 +68,10 @@ def quantize_(
     weight is quantized, so that the model needs at most the memory of one more weight than before; after a failure the
     model is usable, with some weights quantized and the others unchanged, and another call quantizes the rest.
 
-    Warns if no layer matches, or if ``include_head`` finds no head. Create the optimizer for training after this call:
-    parameters are new objects over the same memory, with the attributes and hooks that were set on the old ones. A
-    later call with another recipe keeps the parameters, and so the optimizer.
+    Warns if no layer matches, or if ``include_head`` finds no head. For training, parameters stay the same objects over
+    the same memory, so that an optimizer that was made before goes on. torch cannot change a parameter that the graph
+    of a result has saved, as that of ``y = model(x)`` before ``y.backward()``: then it becomes a new object, and
+    ValueError says so if an optimizer has it. A later call with another recipe keeps the parameters in any case.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_ takes a module, not {described(model)}; for a tensor use mx.quantize(x, format)")
@@ -189,12 +190,17 @@ def convert(model: ModuleT, changes: Sequence[Change], made: Mapping[str, MXTens
     """
     made = made or {}
     undo: list[Callable[[], None]] = []
+    replaced: dict[str, nn.Parameter] = {}
     try:
         for change in _progress(changes, made):
             if change.recipe.trains:
-                _replace(change, undo)
+                original = _replace(change, undo)
+                if original is not None:
+                    replaced[change.fqn] = original
             else:
                 _replace_and_free(change, made.get(change.fqn))
+        if replaced:
+            _training("training").check_optimizers(replaced)
     except BaseException:
         _restore(undo)
         raise
@@ -219,9 +225,12 @@ def _restore(undo: Sequence[Callable[[], None]]) -> None:
         one()
 
 
-def _replace(change: Change, undo: list[Callable[[], None]], made: MXTensor | None = None) -> None:
-    """Replace a weight in all its places; ``undo`` gets what restores each one before it changes. A weight that has a
-    recipe already stays the same parameter and gets the new recipe."""
+def _replace(change: Change, undo: list[Callable[[], None]], made: MXTensor | None = None) -> nn.Parameter | None:
+    """Replace a weight in all its places; ``undo`` gets what restores each one before it changes.
+
+    A weight that trains stays the same parameter, for optimizers and all others that have it. If torch cannot change it
+    in place, the result is the old parameter, which is no longer the model's.
+    """
     module, name = change.places[0]
     original = getattr(module, name)
     in_place = change.recipe.trains and isinstance(original, TrainingWeight)
@@ -239,6 +248,14 @@ def _replace(change: Change, undo: list[Callable[[], None]], made: MXTensor | No
         if not in_place:
             undo.append(partial(setattr, module, name, original))
             setattr(module, name, parameter)
+    if in_place or not change.recipe.trains:
+        return None
+    if not _training("training").exchange(original, parameter):
+        return original  # type: ignore[no-any-return]
+    undo.append(partial(_training("training").exchange, original, parameter))
+    for module, name in change.places:  # also a write that Dynamo sees: its guards of a parameter look for no more
+        setattr(module, name, original)
+    return None
 
 
 def _progress(changes: Sequence[Change], made: Mapping[str, MXTensor]) -> Iterable[Change]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import nn
 
 from ..recipe.linear_recipe import LinearRecipe
@@ -30,6 +32,31 @@ def training_parameter(weight: nn.Parameter, linear_recipe: LinearRecipe) -> nn.
         if hooks is not None:
             setattr(out, name, hooks)
     return out
+
+
+def exchange(weight: nn.Parameter, other: nn.Parameter) -> bool:
+    """Give each of two parameters what the other is; False if torch cannot. Whoever has ``weight`` goes on with it."""
+    try:
+        torch.utils.swap_tensors(weight, other)
+    except (RuntimeError, TypeError):  # saved for a backward pass, or used by C++ or a weak reference; another layout
+        return False
+    return True
+
+
+def check_optimizers(replaced: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError if an optimizer would update one of these parameters, which are no longer those of the model."""
+    names = {id(weight): name for name, weight in replaced.items()}
+    for optimizer in gc.get_objects():
+        if not issubclass(type(optimizer), torch.optim.Optimizer):
+            continue
+        groups = getattr(optimizer, "param_groups", [])  # none in one that is being made
+        found = [names[id(p)] for group in groups for p in group["params"] if id(p) in names]
+        if found:
+            raise ValueError(
+                f"quantize_: {found[0]} is a parameter of an optimizer, {type(optimizer).__name__}, and saved in the "
+                "graph of a result, so that it cannot change in place; delete the result before quantize_, or make "
+                "the optimizer after it"
+            )
 
 
 def _prepare_checkpoints(linear_recipe: LinearRecipe) -> None:
