@@ -71,6 +71,7 @@ ATTRIBUTES = {
     "_state_dict_hooks": "of torch.nn.Module: its hooks, of which one is registered only once",
     "_save_to_state_dict": "of torch.nn.Module: saves what the module itself owns",
     "_schema": "of an op: its arguments, defaults and which of them it writes",
+    "_use_count": "of a tensor: how many refer to it in C++; torch.utils.swap_tensors asks it",
     "_version": "of a tensor: counts writes; documented under in-place correctness checks",
 }
 """Private attributes of torch's objects that the package reads -> what they are. They are documented, or overridden in

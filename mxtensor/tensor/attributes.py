@@ -67,12 +67,28 @@ def _is_users(name: str) -> bool:
 
 
 class KeepsAttributes(Tensor):
-    """A tensor subclass whose parameters keep their attributes when a module converts them.
+    """A tensor subclass whose parameters keep their attributes when a module converts them, also while they are in use.
 
     ``nn.Module._apply`` sets ``param.data`` of a plain parameter, which stays the same object with its attributes. Of a
     wrapper subclass it exchanges everything, by ``torch.utils.swap_tensors``, with a new parameter that has none. No
     hook is called there, but ``__dict__`` is set.
     """
+
+    def _use_count(self) -> int:
+        """Asked by ``torch.utils.swap_tensors``, which refuses a tensor that a graph has saved.
+
+        A frozen one may be exchanged all the same: what the graph has saved stays what it was, as the values that a
+        plain parameter had before its ``.data`` was set. RuntimeError names the way out for one that trains.
+        """
+        count = super()._use_count()  # type: ignore[misc]
+        if not is_swapped_by_module():
+            return count  # type: ignore[no-any-return]
+        if self.requires_grad and count > 2:
+            raise RuntimeError(
+                f"a weight {tuple(self.shape)} that trains is saved in the graph of a result; run its backward pass or "
+                "delete the result before the module is converted, or compute it under torch.no_grad()"
+            )
+        return count if self.requires_grad else 1
 
     @property
     def __dict__(self) -> dict[str, Any]:

@@ -206,6 +206,7 @@ def test_the_attributes_of_torchs_objects_are_there():
     x.add_(1)
     assert x._version == before + 1 and view._base is x and view._is_view() and not x._is_view()
     assert torch.equal(view._view_func(torch.arange(4.0)), torch.tensor([1.0, 2.0, 3.0]))
+    assert view._use_count() == 1 and x._use_count() == 2  # the view has it
     assert add._schema.arguments[0].alias_info.is_write and add._overloadname == "Tensor"
     assert add._overloadpacket is torch.ops.aten.add_
     assert torch.ops.aten.linear.default._can_decompose() and not torch.ops.aten.mm.default._can_decompose()
