@@ -30,6 +30,11 @@ disable_subclass_torch_function = torch._C.DisableTorchFunctionSubclass
 
 torch documents it in "Extending PyTorch" under this private name only. Missing: ``import mxtensor`` fails.
 """
+enable_torch_function = torch._C._EnableTorchFunction
+"""Context manager: ``__torch_function__`` is called inside, although a context around it forbids it.
+
+torch has no public name for it. Missing: ``import mxtensor`` fails.
+"""
 no_torch_function = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a class that wants none: what ``torch.nn.Parameter`` uses.
 

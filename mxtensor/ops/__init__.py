@@ -6,6 +6,7 @@ Start with ``functional.py`` (``F.linear``, before torch decomposes it), ``matmu
 
 from ..ops import (
     attention,
+    bodies,
     collectives,
     convert,
     einsum,
@@ -26,6 +27,7 @@ from ..ops import (
 
 __all__ = [
     "attention",
+    "bodies",
     "collectives",
     "convert",
     "einsum",

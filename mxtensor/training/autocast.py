@@ -106,6 +106,11 @@ class AutocastMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func.__name__ == REGION:  # torch would compile it once for the blocks of all its calls
             return _within(self.state, args[0])(*args[1:], **kwargs)
+        if func.__name__ == "scan":  # Dynamo reads what its wrapper of the function has stored in it
+            raise NotImplementedError(
+                "torch.compile cannot carry autocast into scan, whose layers would run without it; use "
+                "mx.quantize_(model, recipe) in place of autocast, or leave scan out"
+            )
         with AutocastMode(self.state):  # Dynamo permits bodies to enter modes if the graph around them has
             pass
         bodies = [_within(self.state, a) if _is_function(a) else a for a in args]

@@ -18,6 +18,7 @@ from ..core.compat_compile import let_dynamo_intercept
 from ..core.compat_hooks import attention_over
 from ..core.torch_autocast import autocast_dtype
 from ..core.when_imported import after_import
+from ..ops.bodies import BODIES, on_components
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training import recompute
@@ -245,6 +246,7 @@ def _attention_for_weight(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 WEIGHT_FUNCTIONS.update(dict.fromkeys([*CALLS, *STACK_CALLS, *PRODUCTS], _for_weight))
+WEIGHT_FUNCTIONS.update(dict.fromkeys(BODIES, on_components))
 WEIGHT_FUNCTIONS[F.multi_head_attention_forward] = _attention_for_weight
 MODE_FUNCTIONS: dict[Any, Callable[..., Any]] = dict.fromkeys([*CALLS, *STACK_CALLS], _for_mode)
 """torch function -> rule(linear_recipe, group, func, args, kwargs) for ``autocast``; recipe None: do not quantize.

@@ -165,6 +165,9 @@ def test_torch_functions_can_be_switched_off_of_all_and_of_subclasses():
         with Seen() as seen:
             torch.add(plain, 1)
     assert seen.functions == [torch.add]
+    with Seen() as seen, compat.disable_torch_function(), compat.enable_torch_function():
+        torch.add(plain, 1)
+    assert seen.functions == [torch.add]
 
 
 def test_a_class_without_a_torch_function_is_left_alone_and_its_results_are_plain():
