@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from operator import getitem
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from ..core.dispatch import arguments_of
 from ..core.fingerprint import fingerprint
 from .attention import read_values_once
-from .graph import MERGED, OF_A_WEIGHT, arguments, is_view, needs
+from .graph import CPU_SHARED, MERGED, OF_A_WEIGHT, arguments, aten, is_view, needs
 from .launches import launch_products_early, wait_for_weights
 
 
@@ -57,6 +58,17 @@ def _groups(graph: Graph) -> list[list[Node]]:
     return [group for groups in found.values() for group in groups if len(group) > 1]
 
 
+def _results(graph: Graph, call: Node, group: list[Node]) -> list[Node]:
+    """The result of each product of a group from their one ``call``: a list of them, or all side by side."""
+    values = [node.meta["val"] for node in group]
+    if call.target is not CPU_SHARED:
+        call.meta["val"] = values
+        return [graph.call_function(getitem, (call, i)) for i in range(len(group))]
+    ends = [0, *accumulate(value.shape[1] for value in values)]
+    call.meta["val"] = values[0].new_empty(values[0].shape[0], ends[-1])
+    return [graph.call_function(aten.slice.Tensor, (call, 1, *place)) for place in pairwise(ends)]
+
+
 def _merge(graph: Graph, group: list[Node]) -> None:
     """Replace a group of products by one call."""
     all_of = [arguments(node) for node in group]
@@ -64,14 +76,12 @@ def _merge(graph: Graph, group: list[Node]) -> None:
     with graph.inserting_before(group[0]):
         of_each = {name: [_repeated(graph, given[name]) for given in all_of] for name in OF_A_WEIGHT}
         call = graph.call_function(MERGED[group[0].target], kwargs=shared | of_each)
-        call.meta["val"] = [node.meta.get("val") for node in group]
         seen: list[Any] = [node.meta.get("eager_input_vals") for node in group]
         if all(seen):  # from these the compiler keeps the strides of the inputs
             own = [arguments_of(group[0].target, args, kwargs) for args, kwargs in seen]
             values = {name: own[0][name] for name in shared}
             call.meta["eager_input_vals"] = (), values | {name: [v[name] for v in own] for name in OF_A_WEIGHT}
-        for i, node in enumerate(group):
-            result = graph.call_function(getitem, (call, i))
+        for node, result in zip(group, _results(graph, call, group), strict=True):
             result.meta.update(node.meta)
             node.replace_all_uses_with(result)
     for node in group:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..compile.cpu_graphs import CpuGraph, recorded
 from ..core.arguments import described
 from ..core.compat_compile import compiled_alone
 
@@ -29,8 +30,11 @@ def compile_decoding(model: ModelT) -> ModelT:
     itself; this changes nothing there.
 
     A graph belongs to this model as it is: torch does not check the properties of its modules before each step, which
-    takes 2 of 12 ms for the 30 layers of SmolLM2. Call ``compile_decoding`` again after a change of the modules or of
-    their weights' format, such as ``quantize_`` or an adapter. Values of weights may change.
+    takes 2 of 12 ms for the 30 layers of SmolLM2. Steps are compiled again when a parameter or a module was replaced,
+    as ``quantize_`` and adapters do. Call ``compile_decoding`` again after a change of other attributes, such as
+    ``model.set_attn_implementation``. Values of weights may change in place.
+
+    The calls of the compiled code are recorded and made again without Python (``compile/cpu_graphs.py``).
 
     Raises TypeError for a model without ``generate``.
     """
@@ -53,8 +57,14 @@ class Decoding:
 
     def __init__(self, model: Any, own: Callable[..., Any] | None = None) -> None:
         self.model, self.own = model, own
+        self._compile()
+
+    def _compile(self) -> None:
+        """Forget the compiled steps; the next one is compiled."""
         skip = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+        self.graphs: list[CpuGraph] = []
         self._step = compiled_alone(_step, {"guard_filter_fn": skip})
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -68,13 +78,23 @@ class Decoding:
         eager = self._eager()
         if args or torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_step(kwargs):
             return eager(*args, **kwargs)
-        return self._step(eager, kwargs)
+        if not all(owner.get(name) is found for owner, name, found in self._places):
+            self._compile()
+        self._places = self._places or _places(self.model)
+        with recorded(self.graphs):
+            return self._step(eager, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Decoding:
         return Decoding(copy.deepcopy(self.model, memo), copy.deepcopy(self.own, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Decoding, (self.model, self.own)
+
+
+def _places(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where the model has its parameters and modules: (the dict of a module, name, what it has there)."""
+    owners = [owner for module in model.modules() for owner in (module._parameters, module._modules)]
+    return [(owner, name, found) for owner in owners for name, found in owner.items()]
 
 
 def _is_step(given: Mapping[str, Any]) -> bool:

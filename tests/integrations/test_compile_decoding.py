@@ -81,14 +81,32 @@ def test_copies_compute_with_their_own_weights():
 
 
 @pytest.mark.exhaustive
-def test_after_another_quantization_it_is_called_again():
+def test_steps_are_compiled_again_after_another_quantization_and_for_another_module():
     model = mx.compile_decoding(llama(config=None))
     tokens(model, prompt(1, 5))
     mx.quantize_(model, "mxfp8-weight-only")
-    want = tokens(copy.deepcopy(model), prompt(1, 5))
-    mx.compile_decoding(model)
+    for seed in (None, 3):
+        if seed is not None:
+            model.model.layers[0].mlp = llama(seed=seed).model.layers[0].mlp
+        want, before = tokens(copy.deepcopy(model), prompt(1, 5)), graphs()
+        for _ in range(2):
+            assert torch.equal(tokens(model, prompt(1, 5)), want)
+        assert graphs() == before + 1
+
+
+def test_a_model_may_be_prepared_twice():
+    model = mx.compile_decoding(mx.compile_decoding(llama()))
     assert not isinstance(model.forward.own, type(model.forward))
-    assert torch.equal(tokens(model, prompt(1, 5)), want)
+
+
+def test_steps_are_recorded_once_for_each_cache():
+    """After the first two steps of a model, which learn what moves, each ``generate`` records one step."""
+    model = mx.compile_decoding(llama())
+    for count in range(1, 4):
+        tokens(model, prompt(1, 5))
+        (graph,) = model.forward.graphs
+        assert graph.refusal is None and graph.recordings <= count + 1
+    assert graph.runs >= 3 * 5 - graph.recordings
 
 
 def sliding():

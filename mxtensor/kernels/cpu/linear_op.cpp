@@ -179,43 +179,51 @@ void by_blas(Problem& p, int64_t few, const Tensor& x, const OptionalTensor& bia
   else by_slabs(p, x, bias, out);
 }
 
-std::vector<Tensor> cpu_linear_shared(const Tensor& given, at::TensorList data, at::TensorList scale,
-                                      const c10::List<OptionalTensor>& global_scale, const OptionalTensor& x_global,
-                                      const c10::List<OptionalTensor>& bias, IntArrayRef format, double alpha, double beta,
-                                      at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
+// Products of one x with several weights of one format: the results side by side, (M, N of all).
+Tensor cpu_linear_shared(const Tensor& given, at::TensorList data, at::TensorList scale,
+                         const c10::List<OptionalTensor>& global_scale, const OptionalTensor& x_global,
+                         const c10::List<OptionalTensor>& bias, IntArrayRef format, double alpha, double beta,
+                         at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
   const size_t count = data.size();
   MX_CHECK_VALUE(count && scale.size() == count && global_scale.size() == count && bias.size() == count,
                  "mxtensor::cpu_linear_shared: ", count, " weights need as many scales, global scales and biases");
   std::vector<Problem> all;
-  std::vector<Tensor> outs;
   bool scaled = false;
   for (size_t i = 0; i < count; i++) scaled = scaled || global_scale[i].has_value();
   const double before = alpha;
   const Tensor x = scaled && !has_global_scale(cast) ? tamed(given, alpha) : given;
   if (alpha != before) amax_epsilon *= DOWN;
+  int64_t width = 0;
   for (size_t i = 0; i < count; i++) {
     all.push_back(problem_of(x, data[i], scale[i], global_scale[i], x_global, bias[i], format, alpha, beta));
-    outs.push_back(at::empty({all[i].m, all[i].n}, x.options().dtype(out_dtype)));
-    all[i].out = outs[i].mutable_data_ptr(), all[i].out_kind = kind_of(out_dtype);
+    width += all[i].n;
   }
   Problem& p = all[0];
+  const Tensor out = at::empty({p.m, width}, x.options().dtype(out_dtype));
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  for (Problem& each : all) {
+    each.out = to, each.out_kind = kind_of(out_dtype), each.out_stride = width;
+    to += each.n * out.element_size();
+  }
   Tensor memory;
   if (!cast.empty() && p.m && p.k) {
     MX_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
     memory = fake_quantize(p, cast_of(cast, amax_epsilon), x.options());
-    for (Problem& q : all) take_x(q, p);
+    for (Problem& each : all) take_x(each, p);
   }
-  const int64_t few = p.m && p.k ? few_rows(p) : 0;
-  if (!p.m || !p.k) for (const Tensor& out : outs) out.zero_();
-  else if (p.m > few || !by_codes(all.data(), count, x.options())) for (size_t i = 0; i < count; i++) by_blas(all[i], few, x, bias[i], outs[i]);
-  return outs;
+  if (!p.m || !p.k) return out.zero_();
+  const int64_t few = few_rows(p);
+  if (p.m <= few && by_codes(all.data(), count, x.options())) return out;
+  int64_t first = 0;
+  for (size_t i = 0; i < count; first += all[i].n, i++) by_blas(all[i], few, x, bias[i], out.narrow(1, first, all[i].n));
+  return out;
 }
 
 Tensor cpu_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
                   const OptionalTensor& x_global, const OptionalTensor& bias, IntArrayRef format, double alpha,
                   double beta, at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
   const c10::List<OptionalTensor> global_scales({global_scale}), biases({bias});
-  return cpu_linear_shared(x, data, scale, global_scales, x_global, biases, format, alpha, beta, out_dtype, cast, amax_epsilon)[0];
+  return cpu_linear_shared(x, data, scale, global_scales, x_global, biases, format, alpha, beta, out_dtype, cast, amax_epsilon);
 }
 
 // A stack of weights (G, N, bytes), each multiplied by the rows of its group, which end at ends[g]. A cast sees all rows at

@@ -36,6 +36,7 @@ HEADERS = tuple(
         "linear_no_tiles.h",
     )
 )  # fmt: skip
+OP_CHECKS = tuple(HERE / name for name in ("format.h", "problem.h", "op_check.h"))
 OP_HEADERS = tuple(
     HERE / name
     for name in (
@@ -43,7 +44,8 @@ OP_HEADERS = tuple(
     )
 )  # fmt: skip
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
-TORCH_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC")
+TORCH_FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC")
+"""NDEBUG as torch is built: without it some of torch's classes have other members."""
 SYMBOLS = tuple(f"mx_linear_{name}" for name in ("packed_row", "pack", "rows", "decode", "finish", "instructions"))
 """The functions of ``linear.cpp``, in the order of ``Functions`` in linear_op.cpp; the op does not call the last."""
 CASTS = ("mx_amax", "mx_encode", "mx_decode")
@@ -205,7 +207,7 @@ _OPS.define(
 _OPS.define(
     "cpu_linear_shared(Tensor x, Tensor[] data, Tensor[] scale, Tensor?[] global_scale, Tensor? x_global, "
     "Tensor?[] bias, int[] format, float alpha, float beta, ScalarType out_dtype, int[] cast, float amax_epsilon) "
-    "-> Tensor[]"
+    "-> Tensor"
 )
 _OPS.define(
     "cpu_linear_groups(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? x_global, Tensor ends, "
@@ -218,7 +220,8 @@ _OPS.define(
 _OPS.define("cpu_linear_prepared(Tensor x, int number) -> Tensor")
 linear: Any = torch.ops.mxtensor.cpu_linear.default
 linear_shared: Any = torch.ops.mxtensor.cpu_linear_shared.default
-"""Products of one x with several weights of one format: what a compiled graph makes of them."""
+"""Products of one x with several weights of one format, side by side (M, N of all), in compiled graphs.
+One tensor, because torch's C++ wrapper of a compiled graph calls an op with a list of results through Python."""
 linear_groups: Any = torch.ops.mxtensor.cpu_linear_groups.default
 """Products of rows in groups with a stack of weights, a matrix for each group."""
 prepare: Any = torch.ops.mxtensor.cpu_linear_prepare.default
@@ -244,7 +247,7 @@ def _first_call(x: Tensor, *others: Any) -> Tensor:
 
 
 @torch.library.impl(_OPS, "cpu_linear_shared", "CompositeExplicitAutograd")
-def _first_shared_call(x: Tensor, *others: Any) -> list[Tensor]:
+def _first_shared_call(x: Tensor, *others: Any) -> Tensor:
     refuse_first_call("mxtensor::cpu_linear_shared", x, missing)
     return linear_shared(x, *others)  # type: ignore[no-any-return]
 
@@ -267,4 +270,4 @@ def _(x, data, scale, global_scale, x_global, ends, format, alpha, out_dtype, ca
 
 @torch.library.register_fake("mxtensor::cpu_linear_shared", lib=_OPS)
 def _(x, data, scale, global_scale, x_global, bias, format, alpha, beta, out_dtype, cast, amax_epsilon):  # type: ignore[no-untyped-def]
-    return [x.new_empty(x.shape[0], each.shape[0], dtype=out_dtype) for each in data]
+    return x.new_empty(x.shape[0], sum(each.shape[0] for each in data), dtype=out_dtype)

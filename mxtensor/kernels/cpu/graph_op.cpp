@@ -1,0 +1,255 @@
+// CPU graphs: the calls of a compiled graph, recorded once and then made again without Python.
+//
+// A call is a kernel of torch's compiler, by address, or an op of torch. All memory between the calls is that of the
+// recording; what comes from outside is compared by address, or copied into memory of the graph.
+#include <ATen/Tensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "op_check.h"
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+
+constexpr size_t MOST = 128;  // arguments of a kernel
+
+template <size_t... I>
+void call_kernel(void* kernel, const uint64_t* args, std::index_sequence<I...>) {
+  reinterpret_cast<void (*)(decltype(uint64_t(I))...)>(kernel)(args[I]...);
+}
+using Caller = void (*)(void*, const uint64_t*);
+template <size_t... N>
+constexpr std::array<Caller, sizeof...(N)> callers_of(std::index_sequence<N...>) {
+  return {[](void* kernel, const uint64_t* args) { call_kernel(kernel, args, std::make_index_sequence<N>()); }...};
+}
+constexpr auto CALLERS = callers_of(std::make_index_sequence<MOST + 1>());
+
+struct Call {
+  void* kernel = nullptr;  // otherwise an op
+  std::vector<uint64_t> args;
+  std::optional<c10::OperatorHandle> op;
+  std::vector<IValue> inputs;
+  std::vector<Tensor> results;  // those whose values the next calls read
+};
+
+// Where an input was. A graph does not own its memory: a run gets the input again.
+struct Place {
+  const void* address;  // nullptr: anywhere, the input is copied
+  std::vector<int64_t> sizes, strides;
+  bool holds(const Tensor& t) const {
+    return (!address || address == t.const_data_ptr()) && t.sizes() == at::IntArrayRef(sizes) && t.strides() == at::IntArrayRef(strides);
+  }
+};
+
+struct Graph {
+  std::vector<Call> calls;
+  std::string refusal;
+  std::vector<Place> inputs;
+  std::vector<std::pair<size_t, Tensor>> copied;  // number of the input, and its memory in the graph
+  std::vector<Tensor> outputs;
+};
+
+thread_local std::unique_ptr<Graph> recording;
+thread_local at::CallbackHandle callback = 0;
+thread_local int depth = 0;
+std::mutex lock;
+std::unordered_map<int64_t, std::shared_ptr<Graph>> graphs;
+int64_t next = 0;
+
+void refuse(const std::string& why) {
+  if (recording->refusal.empty()) recording->refusal = why;
+}
+
+// The tensors of a value: a tensor, a list of tensors or nothing; false for others.
+bool tensors_of(const IValue& value, std::vector<Tensor>& found) {
+  if (value.isTensor()) {
+    found.push_back(value.toTensor());
+    return true;
+  }
+  if (!value.isTensorList()) return value.isNone();
+  for (const Tensor& t : value.toTensorVector()) found.push_back(t);
+  return true;
+}
+
+using Memory = std::unordered_set<const void*>;
+
+const void* storage_of(const Tensor& t) { return t.defined() ? t.storage().unsafeGetStorageImpl() : nullptr; }
+
+Memory memory_of(const std::vector<Tensor>& tensors) {
+  Memory found;
+  for (const Tensor& t : tensors)
+    if (t.defined()) found.insert(storage_of(t));
+  return found;
+}
+
+// The same tensor, which does not keep its memory.
+Tensor unowned(const Tensor& t) {
+  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().requires_grad(false));
+}
+
+// The same value; tensors in ``memory`` do not keep it.
+IValue unowned(const IValue& value, const Memory& memory) {
+  if (value.isTensor() && memory.count(storage_of(value.toTensor()))) return unowned(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& t : value.toTensorVector()) list.push_back(memory.count(storage_of(t)) ? unowned(t) : t);
+    return list;
+  }
+  return value;
+}
+
+// Whether calls of a function are those of an op, not a mark for profilers, and belong to the recording.
+bool is_observed(const at::RecordFunction& function) {
+  const auto name = function.operator_name();
+  return recording && name && name->name != "mxtensor::cpu_graph_end";
+}
+
+std::unique_ptr<at::ObserverContext> op_starts(const at::RecordFunction& function) {
+  if (!is_observed(function) || depth++) return nullptr;
+  Call& call = recording->calls.emplace_back();
+  const auto name = function.operator_name();
+  call.op = c10::Dispatcher::singleton().findSchema(*name);
+  const auto inputs = function.inputs();
+  call.inputs.assign(inputs.begin(), inputs.end());
+  if (!call.op || inputs.size() != call.op->schema().arguments().size()) refuse(name->name + " does not show its arguments");
+  return nullptr;
+}
+
+void op_ends(const at::RecordFunction& function, at::ObserverContext*) {
+  if (!is_observed(function) || --depth) return;
+  Call& call = recording->calls.back();
+  if (!call.op) return;
+  const std::string name = call.op->schema().name();
+  if (call.op->hasTag(at::Tag::dynamic_output_shape) || call.op->hasTag(at::Tag::data_dependent_output))
+    return refuse(name + " has results whose size depends on values");
+  std::vector<Tensor> given, made;
+  for (const IValue& value : call.inputs) tensors_of(value, given);
+  for (const IValue& value : function.outputs())
+    if (!tensors_of(value, made)) return refuse(name + " returns other values than tensors");
+  if (call.op->schema().is_mutable()) return;
+  const Memory before = memory_of(given);
+  for (const Tensor& t : made)
+    if (!before.count(storage_of(t))) call.results.push_back(t);
+  if (call.results.empty()) return recording->calls.pop_back();  // views of memory that stays where it is
+  if (call.results.size() != made.size()) refuse(name + " returns views and other tensors");
+}
+
+// copy_ of the same shape and dtype, without its preparation where memory is dense.
+void copy_to(const Tensor& to, const Tensor& from) {
+  if (to.is_contiguous() && from.is_contiguous() && to.nbytes() == from.nbytes()) std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+  else to.copy_(from);
+}
+
+void make(const Call& call) {
+  if (call.kernel) return CALLERS[call.args.size()](call.kernel, call.args.data());
+  std::vector<IValue> stack = call.inputs;
+  call.op->callBoxed(&stack);
+  if (call.results.empty()) return;
+  std::vector<Tensor> made;
+  for (const IValue& value : stack) tensors_of(value, made);
+  for (size_t i = 0; i < call.results.size(); i++) copy_to(call.results[i], made[i]);
+}
+
+// The outputs for the caller, who may keep them: not the memory that the next run writes.
+std::vector<Tensor> results_of(const Graph& graph) {
+  std::vector<Tensor> results;
+  for (const Tensor& t : graph.outputs) results.push_back(t.clone());
+  return results;
+}
+
+// Ends the recording of this thread. ``outputs`` are the results, ``inputs`` the tensors from outside in the order of later
+// runs; those that ``copied`` numbers are memory of the graph, into which a run copies its own.
+std::tuple<int64_t, std::vector<Tensor>> cpu_graph_end(at::TensorList inputs, at::IntArrayRef copied, at::TensorList outputs) {
+  MX_CHECK_VALUE(recording, "mxtensor::cpu_graph_end: this thread records nothing");
+  at::removeCallback(callback);
+  std::shared_ptr<Graph> graph = std::move(recording);
+  depth = 0;
+  TORCH_CHECK_NOT_IMPLEMENTED(graph->refusal.empty(), graph->refusal);
+  std::vector<Tensor> fixed(inputs.begin(), inputs.end());
+  for (const Tensor& t : inputs) graph->inputs.push_back({t.const_data_ptr(), t.sizes().vec(), t.strides().vec()});
+  for (const int64_t i : copied) {
+    graph->copied.emplace_back(size_t(i), inputs[size_t(i)]);
+    graph->inputs[size_t(i)].address = nullptr, fixed[size_t(i)] = Tensor();
+  }
+  const Memory outside = memory_of(fixed);
+  for (Call& call : graph->calls)
+    for (IValue& value : call.inputs) value = unowned(value, outside);
+  for (const Tensor& t : outputs) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!outside.count(storage_of(t)), "an output is a view of an input");
+    graph->outputs.push_back(t);
+  }
+  const std::lock_guard<std::mutex> guard(lock);
+  graphs[next] = graph;
+  return {next++, results_of(*graph)};
+}
+
+// The results of the recorded calls with these inputs; none if an input is elsewhere than in the recording.
+std::vector<Tensor> cpu_graph_run(at::TensorList inputs, int64_t number) {
+  std::shared_ptr<Graph> graph;
+  {
+    const std::lock_guard<std::mutex> guard(lock);
+    const auto found = graphs.find(number);
+    MX_CHECK_VALUE(found != graphs.end() && found->second->inputs.size() == inputs.size(),
+                   "mxtensor::cpu_graph_run: graph ", number, " was not recorded with ", int64_t(inputs.size()), " inputs");
+    graph = found->second;
+  }
+  for (size_t i = 0; i < inputs.size(); i++)
+    if (!graph->inputs[i].holds(inputs[i])) return {};
+  const at::AutoDispatchBelowADInplaceOrView below;
+  for (const auto& [i, memory] : graph->copied) copy_to(memory, inputs[i]);
+  for (const Call& call : graph->calls) make(call);
+  return results_of(*graph);
+}
+
+TORCH_LIBRARY_IMPL(mxtensor, CPU, m) {
+  m.impl("cpu_graph_end", cpu_graph_end);
+  m.impl("cpu_graph_run", cpu_graph_run);
+}
+
+}  // namespace
+
+extern "C" {
+
+void mx_graph_begin() {
+  recording = std::make_unique<Graph>(), depth = 0;
+  callback = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(op_starts, op_ends).needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+}
+
+// A kernel with ``count`` arguments, addresses or integers of 64 bits, that is called now.
+void mx_graph_kernel(void* kernel, const uint64_t* args, int64_t count) {
+  if (!recording) return;
+  if (size_t(count) > MOST) return refuse("a kernel has " + std::to_string(count) + " arguments");
+  Call call;
+  call.kernel = kernel, call.args.assign(args, args + count);
+  recording->calls.push_back(std::move(call));
+}
+
+void mx_graph_refuse(const char* why) {
+  if (recording) refuse(why);
+}
+
+// Ends a recording that failed.
+void mx_graph_drop() {
+  if (!recording) return;
+  at::removeCallback(callback);
+  recording.reset(), depth = 0;
+}
+
+void mx_graph_free(int64_t number) {
+  const std::lock_guard<std::mutex> guard(lock);
+  graphs.erase(number);
+}
+}

@@ -1,0 +1,266 @@
+"""CPU graphs: the recorded calls of a compiled graph give what its generated code gives, bit for bit, and are recorded
+again where something else than values has changed."""
+
+import gc
+import threading
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mxtensor as mx
+from mxtensor.compile import cpu_graphs
+from mxtensor.compile.cpu_graphs import recorded
+from mxtensor.core import compat_generated
+from mxtensor.kernels.runtime import cpu_graph
+
+pytestmark = [
+    pytest.mark.skipif(isinstance(cpu_graph.library(), str), reason="no C++ compiler for torch"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compiler, on itself
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Compiled:
+    """A function, compiled; ``graph`` is the CPU graph of its one compiled graph."""
+
+    def __init__(self, function, **options):
+        self.function, self.graphs = torch.compile(function, fullgraph=True, **options), []
+
+    def __call__(self, *args):
+        with recorded(self.graphs), torch.no_grad():
+            return self.function(*args)
+
+    @property
+    def graph(self):
+        (graph,) = self.graphs
+        return graph
+
+    def by_code(self, *args):
+        """The results of the generated code."""
+        graph, before = self.graph, self.graph.refusal
+        graph.refusal = "for the test"
+        try:
+            return self(*args)
+        finally:
+            graph.refusal = before
+
+
+def block(config="mxfp4-weight-only", width=64):
+    torch.manual_seed(0)
+    layers = nn.Linear(width, 96), nn.SiLU(), nn.Linear(96, width)
+    return mx.quantize_(nn.Sequential(*layers).bfloat16(), config)
+
+
+def x_like(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize("config", ["mxfp4-weight-only", "mxint8", "nvfp4-weight-only"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_runs_have_the_results_of_the_generated_code(config, rows):
+    f = Compiled(block(config))
+    f(x_like(rows, 64)), f(x_like(rows, 64))
+    for count in range(1, 4):
+        x = x_like(rows, 64)
+        got = f(x)
+        assert f.graph.refusal is None and f.graph.runs >= count
+        assert torch.equal(got, f.by_code(x))
+
+
+def test_results_are_new_tensors():
+    f = Compiled(block())
+    xs = [x_like(1, 64) for _ in range(6)]
+    results = [f(x) for x in xs]
+    assert f.graph.runs
+    assert all(torch.equal(y, f.by_code(x)) for x, y in zip(xs, results, strict=True))
+
+
+class Step(nn.Module):
+    """Writes a token to a cache and reads all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.k, self.out = (mx.quantize_(nn.Linear(64, 64, bias=False).bfloat16(), "mxfp8-weight-only") for _ in "ab")
+
+    def forward(self, x, cache, place, count):
+        cache.index_copy_(0, place, self.k(x))
+        count.add_(1)
+        return self.out(cache.sum(0, keepdim=True).bfloat16())
+
+
+def steps(f, cache, count, inputs):
+    return [f(x, cache, torch.tensor([i]), count) for i, x in enumerate(inputs)]
+
+
+def test_inputs_that_are_written_to_are_those_of_the_caller():
+    step, inputs = Step(), [x_like(1, 64) for _ in range(5)]
+    f, found = Compiled(step), []
+    for run in (f, f, torch.no_grad()(step)):
+        cache, count = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros((), dtype=torch.int64)
+        found.append((steps(run, cache, count, inputs), cache, count))
+    assert f.graph.refusal is None and f.graph.runs >= 6
+    for results, cache, count in found[:2]:
+        torch.testing.assert_close(results, found[2][0], rtol=2e-2, atol=2e-2)
+        assert torch.equal(cache, found[2][1]) and count == 5
+
+
+def test_memory_of_the_caller_can_be_freed():
+    f = Compiled(Step())
+    cache, count = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros((), dtype=torch.int64)
+    steps(f, cache, count, [x_like(1, 64) for _ in range(4)])
+    assert f.graph.runs
+    storage = weakref.ref(cache.untyped_storage())
+    tensor = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert tensor() is None and storage() is None
+
+
+def test_weights_may_change_their_values_and_be_replaced():
+    model, x = block(), x_like(1, 64)
+    f = Compiled(model)
+    for _ in range(3):
+        f(x)
+    other = block("mxfp4-weight-only")
+    with torch.no_grad():
+        other[0].weight.copy_(torch.randn(96, 64))
+        want = other(x)
+        model[0].weight.copy_(other[0].weight)
+    assert torch.equal(f(x), want)
+    model[2].load_state_dict(block()[2].state_dict(), assign=True)
+    assert torch.equal(f(x), want) and torch.equal(f(x), want)
+    model[0].weight = nn.Parameter(other[0].weight.detach().clone())
+    assert torch.equal(f(x), want) and torch.equal(f(x), want)
+
+
+def with_ops(x, weight):
+    """Ops of torch that its compiler calls as they are: a product of bfloat16 with ``out=``, and a functional one."""
+    ranked = torch.ops.aten.cummax(x.float(), 1)
+    return x @ weight, ranked[0] + 1, ranked[1]
+
+
+def test_ops_of_torch_are_called_again():
+    f, weight = Compiled(with_ops), x_like(64, 32)
+    for _ in range(4):
+        x = x_like(3, 64)
+        for got, want in zip(f(x, weight), with_ops(x, weight), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    assert f.graph.refusal is None and f.graph.runs
+
+
+def test_random_numbers_are_drawn_again():
+    f, x = Compiled(lambda x: torch.ops.aten.randperm(50) + x), torch.zeros(50, dtype=torch.int64)
+    drawn = [f(x) for _ in range(4)]
+    assert all(torch.equal(each.sort().values, torch.arange(50)) for each in drawn)
+    assert not any(torch.equal(a, b) for a, b in pairwise(drawn))
+
+
+@pytest.mark.parametrize("name", ["sizes", "numbers"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+def test_what_depends_on_values_is_refused_and_runs_as_it_is(name):
+    of = {"sizes": lambda x: x.nonzero().sum(0), "numbers": lambda x: x + torch.full((3,), x[0].item())}[name]
+    f = Compiled(of)
+    for i in range(3):
+        x = torch.arange(5.0)[2:] * (i + 1) - i
+        assert torch.equal(f(x), of(x))
+    assert f.graph.refusal and not f.graph.runs
+
+
+def test_large_inputs_that_move_in_each_call_run_the_generated_code(monkeypatch):
+    monkeypatch.setattr(cpu_graphs, "COPIED_BYTES", 64)
+    f, inputs = Compiled(lambda x: (x @ x.T).exp()), []
+    for _ in range(3 * cpu_graphs.MOST_UNUSED):
+        inputs.append(x := torch.randn(8, 8))
+        torch.testing.assert_close(f(x), (x @ x.T).exp())
+    assert f.graph.recordings == cpu_graphs.MOST_UNUSED and not f.graph.runs
+
+
+def test_other_shapes_are_not_taken_for_the_recorded_ones():
+    f, memory = Compiled(lambda x: x.cos().sum(0), dynamic=True), torch.randn(12, 8)
+    for rows in (4, 6, 4, 6, 6, 6, 12):
+        x = memory[:rows]
+        torch.testing.assert_close(f(x), x.cos().sum(0))
+    assert f.graph.runs
+
+
+def test_an_error_leaves_no_recording_open():
+    table = torch.randn(10, 4)
+    f = Compiled(lambda i: F.embedding(i, table) * 2)
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        f(torch.tensor([11]))
+    for i in (3, 4, 5):
+        assert torch.equal(f(torch.tensor([i])), table[i][None] * 2)
+    assert f.graph.runs
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        f(torch.tensor([12]))
+    assert torch.equal(f(torch.tensor([6])), table[6][None] * 2)
+
+
+def test_threads_take_turns():
+    f, failed = Compiled(block()), []
+    f(x_like(1, 64)), f(x_like(1, 64))
+    inputs = [x_like(1, 64) for _ in range(40)]
+    wanted = [f.by_code(x) for x in inputs]
+
+    def call(part):
+        failed.extend(i for i in range(part, 40, 4) if not torch.equal(f(inputs[i]), wanted[i]))
+
+    threads = [threading.Thread(target=call, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and f.graph.runs
+
+
+def test_a_graph_from_torchs_cache_is_recorded_too():
+    model = block()
+    first = Compiled(model)
+    first(x_like(1, 64))
+    torch._dynamo.reset()
+    second = Compiled(model)
+    for _ in range(3):
+        second(x_like(1, 64))
+    assert second.graph is not first.graph and second.graph.runs
+
+
+def test_graphs_outside_the_block_are_left_alone():
+    f, graphs = torch.compile(block(), fullgraph=True), []
+    with recorded(graphs):
+        pass
+    with torch.no_grad():
+        f(x_like(1, 64))
+    assert not graphs
+
+
+def test_without_a_compiler_the_generated_code_runs(monkeypatch):
+    monkeypatch.setattr(cpu_graph, "library", lambda: "there is no C++ compiler")
+    f = Compiled(block())
+    x = x_like(1, 64)
+    assert torch.equal(f(x), f(x)) and f.graph.refusal == "there is no C++ compiler"
+
+
+def test_code_that_may_call_something_else_is_not_recorded():
+    def code(args):
+        return (torch.sin(args[0]), gc.get_count())
+
+    for given, why in ((code, "generated code calls gc"), (len, "builtin_function_or_method is no generated code")):
+        assert compat_generated.observed(given, lambda function, address: function, lambda function: function) == why
+
+
+def test_a_torch_with_other_compiled_graphs_is_left_alone(monkeypatch):
+    from torch._inductor import output_code
+
+    assert compat_generated.hook_compiled_graphs(lambda code, mutated: code)
+    monkeypatch.delattr(output_code, "CompiledFxGraph")
+    assert not compat_generated.hook_compiled_graphs(lambda code, mutated: code)
