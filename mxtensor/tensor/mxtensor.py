@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.arguments import check, described, instance
 from ..core.autograd import dequantize_with_gradient
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
-from ..core.compat_compile import hook_guards, hook_unwrapping
+from ..core.compat_compile import hook_cache_keys, hook_guards, hook_unwrapping
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import COMPILATION, fingerprint
 from ..core.names import dtype_name
@@ -347,3 +347,4 @@ KINDS["MXTensor"] = MXTensor
 tell_dynamo(MXTensor, readers_of(MXTensor))
 when_imported("torch._functorch._aot_autograd.runtime_wrappers", lambda: hook_unwrapping(MXTensor))
 when_imported("torch._dynamo.guards", lambda: hook_guards(MXTensor))
+when_imported("torch._functorch._aot_autograd.autograd_cache", lambda: hook_cache_keys(MXTensor))

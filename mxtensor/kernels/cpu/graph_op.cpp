@@ -41,7 +41,7 @@ struct Call {
   std::vector<uint64_t> args;
   std::optional<c10::OperatorHandle> op;
   std::vector<IValue> inputs;
-  std::vector<Tensor> results;  // those whose values the next calls read
+  std::vector<std::pair<size_t, Tensor>> results;  // number of a result, and the memory in which the next calls read it
 };
 
 // Where an input was. A graph does not own its memory: a run gets the input again.
@@ -138,12 +138,11 @@ void op_ends(const at::RecordFunction& function, at::ObserverContext*) {
   for (const IValue& value : call.inputs) tensors_of(value, given);
   for (const IValue& value : function.outputs())
     if (!tensors_of(value, made)) return refuse(name + " returns other values than tensors");
-  if (call.op->schema().is_mutable()) return;
   const Memory before = memory_of(given);
-  for (const Tensor& t : made)
-    if (!before.count(storage_of(t))) call.results.push_back(t);
-  if (call.results.empty()) return recording->calls.pop_back();  // views of memory that stays where it is
-  if (call.results.size() != made.size()) refuse(name + " returns views and other tensors");
+  for (size_t i = 0; i < made.size(); i++)
+    if (made[i].defined() && !before.count(storage_of(made[i]))) call.results.emplace_back(i, made[i]);
+  const bool writes = call.op->schema().is_mutable(), checks = made.empty();
+  if (call.results.empty() && !writes && !checks) recording->calls.pop_back();  // views of memory that stays where it is
 }
 
 // copy_ of the same shape and dtype, without its preparation where memory is dense.
@@ -159,7 +158,7 @@ void make(const Call& call) {
   if (call.results.empty()) return;
   std::vector<Tensor> made;
   for (const IValue& value : stack) tensors_of(value, made);
-  for (size_t i = 0; i < call.results.size(); i++) copy_to(call.results[i], made[i]);
+  for (const auto& [i, memory] : call.results) copy_to(memory, made[i]);
 }
 
 // The outputs for the caller, who may keep them: not the memory that the next run writes.
