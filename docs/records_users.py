@@ -70,7 +70,8 @@ def users_layers() -> str:
             table(", ".join(bench.SUMMARY_HEADER), bench.summary(found, str)),
         ]
 
-    return on_gpu("users_layers", DecodeRow, sections, "users layers")
+    names = "users_layers", "users_layers_h200"
+    return "\n\n".join(on_gpu(name, DecodeRow, sections, "users layers") for name in names)
 
 
 def users_experts() -> str:

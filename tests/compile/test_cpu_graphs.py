@@ -240,7 +240,7 @@ def test_an_error_is_raised_in_each_run_and_leaves_no_recording_open():
 
 
 def test_ops_that_only_check_values_are_called_again():
-    """torch 2.13 compiles the check of a Cholesky decomposition, an op that returns nothing; torch 2.11 leaves it out."""
+    """torch 2.13 compiles the check of a Cholesky decomposition, an op without a result; torch 2.11 leaves it out."""
     good, bad = torch.eye(3) * 4, -torch.eye(3)
 
     def raises(function):
