@@ -52,16 +52,19 @@ class Recording:
         lib.mx_graph_begin()
         try:
             self.outputs = observer(args)
-            made = _split(self.outputs)[0]
-            self._number, results = cpu_graph.end(inputs, [tensors.index(i) for i in copied], made)
-        except NotImplementedError as error:
-            self.refusal = str(error).splitlines()[0]
-        else:
-            weakref.finalize(self, lib.mx_graph_free, self._number)
-            self._like = [Tensor if isinstance(output, Tensor) else output for output in self.outputs]
-            self.outputs = self._arranged(results)
+            self._end(lib, inputs, [tensors.index(i) for i in copied])
         finally:
             lib.mx_graph_drop()
+
+    def _end(self, lib: Any, inputs: list[Tensor], copied: list[int]) -> None:
+        try:
+            self._number, results = cpu_graph.end(inputs, copied, _split(self.outputs)[0])
+        except NotImplementedError as error:
+            self.refusal = str(error).splitlines()[0]
+            return
+        weakref.finalize(self, lib.mx_graph_free, self._number)
+        self._like = [Tensor if isinstance(output, Tensor) else output for output in self.outputs]
+        self.outputs = self._arranged(results)
 
     def _saved(self, allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``allocate``, whose memory stays for later runs."""
