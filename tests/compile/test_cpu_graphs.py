@@ -113,18 +113,6 @@ def test_inputs_that_are_written_to_are_those_of_the_caller():
         assert torch.equal(cache, found[2][1]) and count == 5
 
 
-def test_memory_of_the_caller_can_be_freed():
-    f = Compiled(Step())
-    cache, count = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros((), dtype=torch.int64)
-    steps(f, cache, count, [x_like(1, 64) for _ in range(4)])
-    assert f.graph.runs
-    storage = weakref.ref(cache.untyped_storage())
-    tensor = weakref.ref(cache)
-    del cache
-    gc.collect()
-    assert tensor() is None and storage() is None
-
-
 def test_weights_may_change_their_values_and_be_replaced():
     model, x = block(), x_like(1, 64)
     f = Compiled(model)
@@ -178,6 +166,25 @@ def test_an_op_of_python_may_write_to_an_input_and_return_a_tensor():
         torch.testing.assert_close(total, want)
         torch.testing.assert_close(got, (want * x).exp())
     assert f.graph.refusal is None and f.graph.runs
+
+
+def test_memory_of_the_caller_can_be_freed():
+    """That of an input of a kernel, and of an op."""
+    place, count = torch.tensor([1]), torch.zeros((), dtype=torch.int64)
+    calls = {
+        Compiled(Step()): (torch.zeros(8, 64, dtype=torch.bfloat16), lambda t: (x_like(1, 64), t, place, count)),
+        Compiled(lambda total, x: accumulate(total, x).exp()): (torch.zeros(8), lambda t: (t, torch.randn(8))),
+    }
+    for f, (memory, args_of) in calls.items():
+        for _ in range(4):
+            f(*args_of(memory))
+        assert f.graph.runs
+    found = [weakref.ref(memory.untyped_storage()) for memory, _ in calls.values()]
+    del memory
+    for f in calls:
+        calls[f] = None
+    gc.collect()
+    assert [storage() for storage in found] == [None, None]
 
 
 def test_random_numbers_are_drawn_again():
