@@ -35,7 +35,7 @@ def _split(values: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
 class Recording:
     """One call of generated code, which ``run`` makes again. ``refusal``: why it cannot be made again, if so."""
 
-    def __init__(self, code: Code, args: list[Any], copied: Collection[int]) -> None:
+    def __init__(self, lib: Any, code: Code, args: list[Any], copied: Collection[int]) -> None:
         """Calls the code. ``copied``: places of the inputs that later calls may have at any address."""
         for i in copied:
             args[i] = args[i].clone()
@@ -43,7 +43,6 @@ class Recording:
         tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         self._memory: list[Tensor] = []
         self.refusal: str | None = None
-        lib: Any = cpu_graph.library()
         observer = observed(code, partial(cpu_graph.Kernel, lib), self._saved)
         if isinstance(observer, str):
             self.refusal = observer
@@ -117,13 +116,14 @@ class CpuGraph:
         self._recording, lib = None, cpu_graph.library()
         if isinstance(lib, str):
             self.refusal = lib
+            return self.code(args)
         if self._unused == MOST_UNUSED:
             self._unused, self._paused = 0, PAUSE
-        if self.refusal is not None or self._paused:
+        if self._paused:
             self._paused -= 1
             return self.code(args)
         self._note_moves(args)
-        recording = Recording(self.code, args, self._copied)
+        recording = Recording(lib, self.code, args, self._copied)
         self.refusal = recording.refusal
         if self.refusal is None:
             self._recording = recording

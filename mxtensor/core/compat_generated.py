@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dis
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import wraps
 from types import FunctionType, MethodType
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 Code = Callable[[list[Any]], Any]
-Wrap = Callable[[Any], Any]
 
 _ALLOCATES = ("empty_strided_cpu",)
 _CALLS_OPS = ("torch", "aten", "extern_kernels", "inductor_ops", "alloc_from_pool", "reinterpret_tensor")
@@ -58,12 +57,7 @@ def address_of(function: Any) -> int | None:
     return None if found is None else ctypes.cast(found, ctypes.c_void_p).value
 
 
-def _globals_used(function: FunctionType) -> Iterator[str]:
-    seen = (one.argval for one in dis.get_instructions(function) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return iter(dict.fromkeys(seen))
-
-
-def observed(code: Code, kernel: Callable[[Any, int], Any], allocation: Wrap) -> Code | str:
+def observed(code: Code, kernel: Callable[[Any, int], Any], allocation: Callable[[Any], Any]) -> Code | str:
     """A copy of generated code that calls ``kernel(function, address)`` in the place of each C++ kernel, and
     ``allocation(function)`` in that of each function that allocates memory. All else that it calls is an op of torch.
 
@@ -74,7 +68,8 @@ def observed(code: Code, kernel: Callable[[Any, int], Any], allocation: Wrap) ->
     if not isinstance(function, FunctionType):
         return f"{type(code).__name__} is no generated code"
     names = dict(function.__globals__)
-    for name in _globals_used(function):
+    used = (one.argval for one in dis.get_instructions(function) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for name in dict.fromkeys(used):
         value = names.get(name)
         address = address_of(value)
         if address is not None:

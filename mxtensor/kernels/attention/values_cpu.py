@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gemm.cpu_library import refuse_first_call, torch_flags
+from ..gemm.cpu_library import OP_CHECKS, refuse_first_call, torch_flags
 from ..quantize.cpu import KINDS
 from ..runtime.native_build import load
 from . import cpu
 
 MOST_QUERIES = 8
 """With more queries of a head, torch's packing of its keys pays."""
-HEADERS = tuple(cpu.HERE / name for name in ("attention_call.h", "format.h", "op_check.h", "problem.h"))
+HEADERS = (cpu.HERE / "attention_call.h", *OP_CHECKS)
 _OPS = torch.library.Library("mxtensor", "FRAGMENT")
 _OPS.define("cpu_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor")
 attention_of_values: Any = torch.ops.mxtensor.cpu_attention.default

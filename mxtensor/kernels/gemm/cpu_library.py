@@ -37,12 +37,8 @@ HEADERS = tuple(
     )
 )  # fmt: skip
 OP_CHECKS = tuple(HERE / name for name in ("format.h", "problem.h", "op_check.h"))
-OP_HEADERS = tuple(
-    HERE / name
-    for name in (
-        "format.h", "problem.h", "op_check.h", "op_functions.h", "op_cast.h", "op_problem.h", "op_tame.h",
-    )
-)  # fmt: skip
+"""The headers of all ops of torch in C++; those of ``linear_op.cpp``."""
+OP_HEADERS = (*OP_CHECKS, *(HERE / name for name in ("op_functions.h", "op_cast.h", "op_problem.h", "op_tame.h")))
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 TORCH_FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC")
 """NDEBUG as torch is built: without it some of torch's classes have other members."""

@@ -22,9 +22,8 @@ _OPS = torch.library.Library("mxtensor", "FRAGMENT")
 _OPS.define("cpu_graph_end(Tensor[] inputs, int[] copied, Tensor[] outputs) -> (int, Tensor[])")
 _OPS.define("cpu_graph_run(Tensor[] inputs, int number) -> Tensor[]")
 end: Any = torch.ops.mxtensor.cpu_graph_end.default
-"""(inputs, places of those that are copied, outputs) -> the number of the graph, and the outputs as a run returns
-them. Raises NotImplementedError, with the
-reason, if a call of the recording cannot be made again."""
+"""(inputs, places of those that are copied, outputs) -> the number of the graph, and the outputs as a run returns them.
+Raises NotImplementedError, with the reason, if a call of the recording cannot be made again."""
 run: Any = torch.ops.mxtensor.cpu_graph_run.default
 """(inputs, number) -> new tensors with the outputs, or none if an input that is not copied is at another address."""
 
