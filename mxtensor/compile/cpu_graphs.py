@@ -9,17 +9,17 @@ and is recorded again.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch.nn import Parameter
 
-from ..core.compat_generated import Code, hook_compiled_graphs, observed
+from ..core.compat_generated import Code, compiled_by_inductor, hook_compiled_graphs
 from ..kernels.runtime import cpu_graph
+from .cpu_recording import Arguments, Recording, is_plain, picker, same
 
 COPIED_BYTES = 1 << 20
 """An input that has moved is copied from then on, up to this size."""
@@ -27,127 +27,136 @@ MOST_UNUSED, PAUSE = 8, 100
 """After so many recordings in a row that no later call could use, as many calls run the generated code as it is."""
 
 
-def _split(values: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
-    """The tensors among these values, and the others."""
-    return [v for v in values if isinstance(v, Tensor)], [v for v in values if not isinstance(v, Tensor)]
+class ReplacedError(Exception):
+    """A parameter of another kind was given to a graph: torch compiles for the kinds that it has seen."""
 
 
-class Recording:
-    """One call of generated code, which ``run`` makes again. ``refusal``: why it cannot be made again, if so."""
-
-    def __init__(self, lib: Any, code: Code, args: list[Any], copied: Collection[int]) -> None:
-        """Calls the code. ``copied``: places of the inputs that later calls may have at any address."""
-        for i in copied:
-            args[i] = args[i].clone()
-        inputs, self.others = _split(args)
-        tensors = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-        self._memory: list[Tensor] = []
-        self.refusal: str | None = None
-        observer = observed(code, partial(cpu_graph.Kernel, lib), self._saved)
-        if isinstance(observer, str):
-            self.refusal = observer
-            self.outputs = code(args)
-            return
-        lib.mx_graph_begin()
-        try:
-            self.outputs = observer(args)
-            self._end(lib, inputs, [tensors.index(i) for i in copied])
-        finally:
-            lib.mx_graph_drop()
-
-    def _end(self, lib: Any, inputs: list[Tensor], copied: list[int]) -> None:
-        try:
-            self._number, results = cpu_graph.end(inputs, copied, _split(self.outputs)[0])
-        except NotImplementedError as error:
-            self.refusal = str(error).splitlines()[0]
-            return
-        weakref.finalize(self, lib.mx_graph_free, self._number)
-        self._like = [Tensor if isinstance(output, Tensor) else output for output in self.outputs]
-        self.outputs = self._arranged(results)
-
-    def _saved(self, allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """``allocate``, whose memory stays for later runs."""
-
-        def keep(*args: Any) -> Tensor:
-            self._memory.append(made := allocate(*args))
-            return made
-
-        return keep
-
-    def _arranged(self, results: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The outputs of the code: these tensors, and others in their places."""
-        left = iter(results)
-        return tuple(next(left) if other is Tensor else other for other in self._like)
-
-    def run(self, args: list[Any]) -> tuple[Any, ...] | None:
-        """The outputs with these inputs; None if one of them is not where it was, or another number."""
-        inputs, others = _split(args)
-        results = cpu_graph.run(inputs, self._number) if others == self.others else ()
-        return self._arranged(results) if results else None
+def _kind(parameter: Any) -> tuple[Any, ...]:
+    """What a compiled graph takes to be the same in every call."""
+    flat = parameter.__tensor_flatten__() if hasattr(parameter, "__tensor_flatten__") else None
+    return type(parameter), parameter.dtype, parameter.device, parameter.shape, parameter.stride(), flat
 
 
 class CpuGraph:
-    """What runs in the place of the generated code of one graph.
+    """What runs in the place of a compiled graph.
 
     ``refusal``: why its calls cannot be made again, if so; ``runs`` and ``recordings`` are counted.
     """
 
-    def __init__(self, code: Code, mutated: Collection[int]) -> None:
-        self.code, self.mutated = code, frozenset(mutated)
+    def __init__(self, graphs: list[CpuGraph]) -> None:
+        """``graphs``: all of its backend, which forget parameters together."""
+        self.compiled: Callable[..., Any] = lambda *args: None
+        self._graphs = graphs
         self.refusal: str | None = None
         self.runs = self.recordings = self._unused = self._paused = 0
+        self._codes = 0
         self._recording: Recording | None = None
+        self._args: Arguments | None = None  # while a call is being recorded
+        self._parameters: Arguments | None = None
         self._copied: set[int] = set()
         self._addresses: list[int] = []
         self._lock = threading.Lock()
 
-    def __call__(self, args: list[Any]) -> Any:
-        if self.refusal is not None:
-            return self.code(args)
-        with self._lock:
-            outputs = self._recording.run(args) if self._recording is not None else None
-            if outputs is None:
-                return self._record(args)
-            args.clear()
-            self.runs, self._unused = self.runs + 1, 0
-            return outputs
+    def changed(self, code: Code, mutated: Collection[int]) -> Code:
+        """What runs in the place of generated code, which writes to the ``mutated`` of its inputs."""
+        self._codes += 1
+        self.refusal = "the graph has several pieces of generated code" if self._codes > 1 else None
 
-    def _record(self, args: list[Any]) -> Any:
-        self._recording, lib = None, cpu_graph.library()
-        if isinstance(lib, str):
-            self.refusal = lib
-            return self.code(args)
+        def recorded(inputs: list[Any]) -> Any:
+            args, self._args = self._args, None
+            if args is None:
+                return code(inputs)
+            self._note_moves(args, {id(inputs[i]) for i in mutated})
+            self._recording = Recording(cpu_graph.library(), code, inputs, args, self._copied)
+            return self._recording.outputs
+
+        return recorded
+
+    def __call__(self, *args: Any) -> Any:
+        with self._lock:
+            recording = self._recording
+            if recording is not None and self.refusal is None:
+                results = recording.run(args)
+                if results is not None:
+                    self.runs, self._unused = self.runs + 1, 0
+                    return results
+            return self._without_recording(args)
+
+    def _without_recording(self, args: Arguments) -> Any:
+        self._check(args)
+        if self.refusal is None:
+            self._recording = None
+        if not self._wants_recording():
+            return self.compiled(*args)
+        self._args = args
+        try:
+            results = self.compiled(*args)
+        except BaseException:
+            self._recording = None
+            raise
+        finally:
+            self._args = None
+        self._finish(results, args)
+        return results
+
+    def _check(self, args: Arguments) -> None:
+        """Raises ReplacedError if one of the parameters is of another kind than in the first call."""
+        if self._parameters is None:
+            places = [i for i, arg in enumerate(args) if isinstance(arg, Parameter)]
+            self._parameters_of = picker(places)
+            self._parameters = self._parameters_of(args)
+            self._kinds = [_kind(parameter) for parameter in self._parameters]
+        elif not same(found := self._parameters_of(args), self._parameters):
+            if [_kind(parameter) for parameter in found] != self._kinds:
+                raise ReplacedError
+            for graph in self._graphs:
+                graph.forget()
+            self._parameters = found
+
+    def forget(self) -> None:
+        """Keep no parameter that may have been replaced."""
+        self._recording = None
+        self._parameters = None if self._parameters is None else ()
+
+    def _wants_recording(self) -> bool:
+        lib = cpu_graph.library()
+        if self.refusal is None:
+            if isinstance(lib, str):
+                self.refusal = lib
+            elif not self._codes:
+                self.refusal = "torch's compiler generated no code that can be recorded"
         if self._unused == MOST_UNUSED:
             self._unused, self._paused = 0, PAUSE
-        if self._paused:
-            self._paused -= 1
-            return self.code(args)
-        self._note_moves(args)
-        recording = Recording(lib, self.code, args, self._copied)
-        self.refusal = recording.refusal
-        if self.refusal is None:
-            self._recording = recording
-            self.recordings, self._unused = self.recordings + 1, self._unused + 1
-        return recording.outputs
+        self._paused -= self._paused > 0
+        return self.refusal is None and not self._paused and not torch.is_grad_enabled()
 
-    def _note_moves(self, args: list[Any]) -> None:
-        """Copy small inputs, from now on, that are at another address than in the recording before."""
-        addresses = [arg.data_ptr() if isinstance(arg, Tensor) else 0 for arg in args]
+    def _finish(self, results: Any, args: Arguments) -> None:
+        """Keep the recording of a call with these results, if there is one that can be made again."""
+        if self._recording is None:
+            return
+        if self._recording.refusal is None:
+            self._recording.returns(results, args)
+        self.refusal = self._recording.refusal
+        if self.refusal is None:
+            self.recordings, self._unused = self.recordings + 1, self._unused + 1
+        else:
+            self._recording = None
+
+    def _note_moves(self, args: Arguments, mutated: set[int]) -> None:
+        """Copy small arguments, from now on, that are at another address than in the recording before."""
+        addresses = [arg.data_ptr() if is_plain(arg) else 0 for arg in args]
         if self._addresses:
             moved = (i for i, (a, b) in enumerate(zip(addresses, self._addresses, strict=True)) if a != b)
-            self._copied.update(i for i in moved if i not in self.mutated and args[i].nbytes <= COPIED_BYTES)
+            self._copied.update(i for i in moved if id(args[i]) not in mutated and args[i].nbytes <= COPIED_BYTES)
         self._addresses = addresses
 
 
-_wanted: ContextVar[list[CpuGraph] | None] = ContextVar("wanted", default=None)
+_compiling: ContextVar[CpuGraph | None] = ContextVar("compiling", default=None)
 
 
 def _changed(code: Code, mutated: Collection[int]) -> Code:
-    graphs = _wanted.get()
-    if graphs is None:
-        return code
-    graphs.append(graph := CpuGraph(code, mutated))
-    return graph
+    graph = _compiling.get()
+    return code if graph is None else graph.changed(code, mutated)
 
 
 @cache
@@ -155,12 +164,18 @@ def _install() -> bool:
     return hook_compiled_graphs(_changed)
 
 
-@contextmanager
-def recorded(graphs: list[CpuGraph]) -> Iterator[None]:
-    """Graphs that torch compiles in this block become CPU graphs, which ``graphs`` gets."""
+def backend(graphs: list[CpuGraph]) -> Callable[..., CpuGraph]:
+    """A backend of ``torch.compile``: Inductor, whose graphs become CPU graphs, which ``graphs`` gets."""
     _install()
-    token = _wanted.set(graphs)
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+
+    def recorded_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> CpuGraph:
+        graph = CpuGraph(graphs)
+        token = _compiling.set(graph)
+        try:
+            graph.compiled = compiled_by_inductor(module, inputs)
+        finally:
+            _compiling.reset(token)
+        graphs.append(graph)
+        return graph
+
+    return recorded_inductor

@@ -45,15 +45,15 @@ def run_rules_uncompiled(kind: type[torch.Tensor]) -> None:
     run_uncompiled(kind.__torch_dispatch__, kind.__torch_function__)
 
 
-def compiled_alone(function: Any, options: dict[str, Any]) -> Function:
-    """``torch.compile(function, fullgraph=True, options=options)`` with graphs that no other call of this takes.
+def compiled_alone(function: Any, **options: Any) -> Function:
+    """``torch.compile(function, fullgraph=True, **options)`` with graphs that no other call of this takes.
 
     Dynamo looks for a graph by the code that it compiled. Where guards are skipped, another model of the same class
     would get this one's graph. torch 2.13 has ``torch.compile(isolate_recompiles=True)`` for this, torch 2.11 nothing.
     """
     code = function.__code__.replace()
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    return torch.compile(own, fullgraph=True, options=options)
+    return torch.compile(own, fullgraph=True, **options)
 
 
 def let_dynamo_intercept(function: Function) -> bool:

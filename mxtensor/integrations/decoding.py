@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
-from ..compile.cpu_graphs import CpuGraph, recorded
+from ..compile.cpu_graphs import CpuGraph, ReplacedError, backend
+from ..compile.cpu_recording import same
 from ..core.arguments import described
 from ..core.compat_compile import compiled_alone
 
@@ -30,9 +32,9 @@ def compile_decoding(model: ModelT) -> ModelT:
     itself; this changes nothing there.
 
     A graph belongs to this model as it is: torch does not check the properties of its modules before each step, which
-    takes 2 of 12 ms for the 30 layers of SmolLM2. Steps are compiled again when a parameter or a module was replaced,
-    as ``quantize_`` and adapters do. Call ``compile_decoding`` again after a change of other attributes, such as
-    ``model.set_attn_implementation``. Values of weights may change in place.
+    takes 2 of 12 ms for the 30 layers of SmolLM2. Steps are compiled again when a module was replaced, or a parameter
+    by one of another kind, as adapters and ``quantize_`` do. Call ``compile_decoding`` again after a change of other
+    attributes, such as ``model.set_attn_implementation``. Values of weights may change in place.
 
     The calls of the compiled code are recorded and made again without Python (``compile/cpu_graphs.py``).
 
@@ -63,8 +65,9 @@ class Decoding:
         """Forget the compiled steps; the next one is compiled."""
         skip = torch.compiler.skip_guard_on_all_nn_modules_unsafe
         self.graphs: list[CpuGraph] = []
-        self._step = compiled_alone(_step, {"guard_filter_fn": skip})
-        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        self._step = compiled_alone(_step, backend=backend(self.graphs), options={"guard_filter_fn": skip})
+        self._modules: tuple[list[dict[str, Any]], list[Any]] = ([], [])
+        self._names: list[str] = []
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -78,11 +81,24 @@ class Decoding:
         eager = self._eager()
         if args or torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_step(kwargs):
             return eager(*args, **kwargs)
-        if not all(owner.get(name) is found for owner, name, found in self._places):
+        modules, found = self._modules
+        if not same(_joined(map(dict.values, modules)), found):
             self._compile()
-        self._places = self._places or _places(self.model)
-        with recorded(self.graphs):
+        if not self._modules[0]:
+            dicts = _dicts(self.model, "_modules")
+            self._modules, self._names = (dicts, _joined(map(dict.values, dicts))), self._parameter_names()
+        try:
             return self._step(eager, kwargs)
+        except (KeyError, AttributeError):
+            if self._parameter_names() == self._names:  # otherwise the compiled step misses one
+                raise
+        except ReplacedError:
+            pass
+        self._compile()
+        return self(**kwargs)
+
+    def _parameter_names(self) -> list[str]:
+        return _joined(_dicts(self.model, "_parameters"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Decoding:
         return Decoding(copy.deepcopy(self.model, memo), copy.deepcopy(self.own, memo))
@@ -91,10 +107,13 @@ class Decoding:
         return Decoding, (self.model, self.own)
 
 
-def _places(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where the model has its parameters and modules: (the dict of a module, name, what it has there)."""
-    owners = [owner for module in model.modules() for owner in (module._parameters, module._modules)]
-    return [(owner, name, found) for owner in owners for name, found in owner.items()]
+def _joined(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+def _dicts(model: Any, kind: str) -> list[dict[str, Any]]:
+    """The dicts of a ``kind`` of all modules, but for empty ones: little of them is in the cache before a step."""
+    return [found for module in model.modules() if (found := getattr(module, kind))]
 
 
 def _is_step(given: Mapping[str, Any]) -> bool:

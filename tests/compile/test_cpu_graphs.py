@@ -12,8 +12,9 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.compile import cpu_graphs
-from mxtensor.compile.cpu_graphs import recorded
+from mxtensor.compile.cpu_graphs import ReplacedError, backend
 from mxtensor.core import compat_generated
+from mxtensor.kernels.attention.values_cpu import attention_of_values
 from mxtensor.kernels.runtime import cpu_graph
 
 pytestmark = [
@@ -33,10 +34,11 @@ class Compiled:
     """A function, compiled; ``graph`` is the CPU graph of its one compiled graph."""
 
     def __init__(self, function, **options):
-        self.function, self.graphs = torch.compile(function, fullgraph=True, **options), []
+        self.graphs = []
+        self.function = torch.compile(function, fullgraph=True, backend=backend(self.graphs), **options)
 
     def __call__(self, *args):
-        with recorded(self.graphs), torch.no_grad():
+        with torch.no_grad():
             return self.function(*args)
 
     @property
@@ -74,6 +76,52 @@ def test_runs_have_the_results_of_the_generated_code(config, rows):
         got = f(x)
         assert f.graph.refusal is None and f.graph.runs >= count
         assert torch.equal(got, f.by_code(x))
+
+
+def ops_of_a_run(f, *args):
+    """The ops of this package that torch calls in a run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        f(*args)
+    return {event.key for event in profile.key_averages() if event.key.startswith("mxtensor::")}
+
+
+@pytest.mark.parametrize("config", ["mxfp4-weight-only", "mxint8", "nvfp4-weight-only", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_products_are_made_again_without_torch(config, rows):
+    f = Compiled(block(config))
+    f(x_like(rows, 64)), f(x_like(rows, 64))
+    assert ops_of_a_run(f, x_like(rows, 64)) == {"mxtensor::cpu_graph_run"}
+
+
+def test_products_whose_sums_may_overflow_go_through_the_op():
+    """Values from 2^95 on, which it makes smaller first where the weight has a global scale."""
+    f = Compiled(block("nvfp4-weight-only"))
+    for size in (1, 1, 1e30, 1, 1e34):
+        x = x_like(1, 64) * size
+        got = f(x)
+        assert torch.equal(got, f.by_code(x)) and got.isfinite().all()
+    assert "mxtensor::cpu_linear" in ops_of_a_run(f, x_like(1, 64) * 1e34)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32])
+def test_attention_is_made_again_with_another_mask(queries, dtype):
+    f = Compiled(lambda q, k, v, mask: attention_of_values(q + 1, k, v, mask, 0.125) * 2)
+    k, v = (x_like(2, 3, 40, 64) for _ in "kv")
+    for _ in range(4):
+        mask = torch.rand(2, 1, queries, 40) > 0.3 if dtype is torch.bool else x_like(2, 1, queries, 40, dtype=dtype)
+        args = x_like(2, 6, queries, 64), k, v, mask
+        assert torch.equal(f(*args), f.by_code(*args))
+    assert f.graph.runs and ops_of_a_run(f, *args) == {"mxtensor::cpu_graph_run"}
+
+
+def test_attention_of_tensors_that_it_copies_first_goes_through_the_op():
+    f = Compiled(lambda q, k, v: attention_of_values(q.transpose(1, 2), k, v, None, 0.125) * 2)
+    k, v = (x_like(1, 2, 40, 64) for _ in "kv")
+    for _ in range(4):
+        args = x_like(1, 3, 4, 64), k, v
+        assert torch.equal(f(*args), f.by_code(*args))
+    assert f.graph.runs and "mxtensor::cpu_attention" in ops_of_a_run(f, *args)
 
 
 def test_results_are_new_tensors():
@@ -128,6 +176,133 @@ def test_weights_may_change_their_values_and_be_replaced():
     assert torch.equal(f(x), want) and torch.equal(f(x), want)
     model[0].weight = nn.Parameter(other[0].weight.detach().clone())
     assert torch.equal(f(x), want) and torch.equal(f(x), want)
+
+
+def with_data(weight, other):
+    weight.data = other.detach()
+
+
+def over_data(weight, other):
+    """Other memory for the codes, as FSDP2 gives it."""
+    weight.rowwise.data.set_(other.rowwise.data.clone())
+
+
+@pytest.mark.parametrize("give", [with_data, over_data])
+def test_a_weight_may_get_the_codes_of_another(give):
+    model, other, x = block()[0], block()[0], x_like(1, 64)
+    with torch.no_grad():
+        other.weight.copy_(torch.randn(96, 64))
+        f, before, want = Compiled(model), model(x), nn.functional.linear(x, other.weight, model.bias)
+    for _ in range(3):
+        f(x)
+    assert f.graph.runs and torch.equal(f(x), before) and not torch.equal(before, want)
+    if give is over_data:
+        other.weight.rowwise.scale.copy_(model.weight.rowwise.scale)
+        with torch.no_grad():
+            want = nn.functional.linear(x, other.weight, model.bias)
+    give(model.weight, other.weight)
+    assert torch.equal(f(x), want) and torch.equal(f(x), want)
+
+
+UNGUARDED = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+"""What ``mx.compile_decoding`` gives to torch: one graph stays in use when a parameter is replaced."""
+
+
+def test_memory_of_a_weight_that_was_replaced_can_be_freed():
+    """Also by a graph that has not run since."""
+    model = block()[0]
+    f = Compiled(model, options=dict(UNGUARDED), dynamic=False)
+    for x in (x_like(1, 64), x_like(2, 64)):
+        f(x), f(x), f(x)
+    assert all(graph.runs for graph in f.graphs) and len(f.graphs) == 2
+    found = weakref.ref(model.weight.rowwise.data.untyped_storage())
+    model.weight = block()[0].weight
+    f(x_like(1, 64))
+    gc.collect()
+    assert found() is None
+    for rows in (2, 1, 2):
+        x = x_like(rows, 64)
+        with torch.no_grad():
+            assert torch.equal(f(x), model(x))
+
+
+def others_of(kind):
+    plain = nn.Linear(64, 96).bfloat16()
+    return {
+        "in high precision": (block()[0], plain.weight),
+        "quantized": (plain, block()[0].weight),
+        "in another dtype": (plain, nn.Parameter(torch.randn(96, 64))),
+        "in another format": (block()[0], block("mxfp8-weight-only")[0].weight),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["in high precision", "quantized", "in another dtype", "in another format"])
+def test_a_parameter_of_another_kind_is_refused_where_torch_does_not_look(kind):
+    model, other = others_of(kind)
+    f, x, before = Compiled(model, options=dict(UNGUARDED)), x_like(1, 64), model.weight
+    f(x), f(x), f(x)
+    assert f.graph.runs
+    model.weight = other
+    for _ in range(2):
+        with pytest.raises(ReplacedError):
+            f(x)
+    model.weight = before
+    assert torch.equal(f(x), f.by_code(x))
+
+
+def test_results_may_be_arguments_and_numbers():
+    f, y = Compiled(lambda x, y: (x + y, 3, y, None, x + 1)), torch.randn(4)
+    for _ in range(4):
+        x = torch.randn(4)
+        one, three, same, nothing, two = f(x, y)
+        assert torch.equal(one, x + y) and torch.equal(two, x + 1)
+        assert three == 3 and same is y and nothing is None
+    assert f.graph.refusal is None and f.graph.runs
+
+
+def test_results_that_share_memory_still_do():
+    def twice(x):
+        y = x * 2
+        return x + 1, y, y.t(), y[1:, 1]
+
+    f = Compiled(twice)
+    for _ in range(4):
+        x = torch.randn(4, 2)
+        _, y, transposed, part = f(x)
+        assert torch.equal(y, x * 2)
+        y.add_(1)
+        assert torch.equal(transposed, x.t() * 2 + 1) and torch.equal(part, x[1:, 1] * 2 + 1)
+    assert f.graph.refusal is None and f.graph.runs
+
+
+def test_results_that_are_views_of_arguments_run_the_generated_code():
+    f = Compiled(lambda x: (x + 1, x.t()))
+    for _ in range(3):
+        x = torch.randn(4, 2)
+        one, transposed = f(x)
+        assert torch.equal(one, x + 1) and transposed.data_ptr() == x.data_ptr()
+    assert f.graph.refusal == "an output is a view of an input" and not f.graph.runs
+
+
+def test_results_that_are_quantized_tensors_run_the_generated_code():
+    weight = block()[0].weight
+    f = Compiled(lambda x: (x + 1, weight.clone()))
+    for _ in range(3):
+        x = torch.randn(4)
+        one, copy = f(x)
+        assert torch.equal(one, x + 1) and isinstance(copy, mx.MXTensor) and torch.equal(copy, weight)
+    assert f.graph.refusal == "a result is no output of the generated code" and not f.graph.runs
+
+
+def test_calls_with_gradients_are_not_recorded():
+    weight = torch.randn(4, requires_grad=True)
+    graphs = []
+    f = torch.compile(lambda x: (x * weight).exp(), fullgraph=True, backend=backend(graphs))
+    for _ in range(4):
+        weight.grad = None
+        f(torch.ones(4)).sum().backward()
+        torch.testing.assert_close(weight.grad, weight.detach().exp())
+    assert not any(graph.runs for graph in graphs)
 
 
 def with_ops(x, weight):
@@ -293,12 +468,11 @@ def test_a_graph_from_torchs_cache_is_recorded_too():
     assert second.graph is not first.graph and second.graph.runs
 
 
-def test_graphs_outside_the_block_are_left_alone():
-    f, graphs = torch.compile(block(), fullgraph=True), []
-    with recorded(graphs):
-        pass
+def test_graphs_of_other_backends_are_left_alone():
+    graphs = []
+    backend(graphs)
     with torch.no_grad():
-        f(x_like(1, 64))
+        torch.compile(block(), fullgraph=True)(x_like(1, 64))
     assert not graphs
 
 

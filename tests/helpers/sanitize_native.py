@@ -92,13 +92,13 @@ def arm():
     from mxtensor.kernels.attention import cpu as attention
     from mxtensor.kernels.gemm import cpu_library
     from mxtensor.kernels.quantize import cpu, cpu_nvfp4
-    from mxtensor.kernels.runtime import host_calls
+    from mxtensor.kernels.runtime import host_calls, native_ops
     from tests.helpers import cuda_on_cpu
 
     host_calls.FLAGS = (*host_calls.FLAGS, *SANITIZERS)
     for module in (cpu, cpu_nvfp4, cpu_library, attention):
         module.FLAGS = (*(flag for flag in module.FLAGS if flag != "-O3"), "-O1", *SANITIZERS)
-    cpu_library.TORCH_FLAGS = (*cpu_library.TORCH_FLAGS, *SANITIZERS[:1], "-fno-sanitize=undefined")
+    native_ops.FLAGS = (*native_ops.FLAGS, *SANITIZERS[:1], "-fno-sanitize=undefined")
     cuda_on_cpu.FLAGS = (*cuda_on_cpu.FLAGS, *SANITIZERS)
     for found in (cpu.library(), cpu_nvfp4.library(), cpu_library.library(), attention.library(), host_calls.module()):
         assert not isinstance(found, str), found

@@ -94,6 +94,36 @@ def test_steps_are_compiled_again_after_another_quantization_and_for_another_mod
         assert graphs() == before + 1
 
 
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.exhaustive
+def test_steps_are_compiled_again_for_a_parameter_with_another_name():
+    """A parametrization moves the weight of a module that stays where it is."""
+    model = mx.compile_decoding(llama(config=None))
+    tokens(model, prompt(1, 5))
+    nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Doubled())
+    plain = llama(config=None)
+    plain.model.layers[0].mlp.up_proj.weight.data *= 2
+    before = graphs()
+    for _ in range(2):
+        assert torch.equal(tokens(model, prompt(1, 5)), tokens(plain, prompt(1, 5)))
+    assert graphs() == before + 1
+
+
+@pytest.mark.exhaustive
+def test_weights_of_the_same_kind_need_no_other_graph():
+    model, other = mx.compile_decoding(llama()), llama(seed=5)
+    tokens(model, prompt(1, 5))
+    before, want = graphs(), tokens(other, prompt(1, 5))
+    model.load_state_dict(other.state_dict(), assign=True)
+    for _ in range(2):
+        assert torch.equal(tokens(model, prompt(1, 5)), want)
+    assert graphs() == before
+
+
 def test_a_model_may_be_prepared_twice():
     model = mx.compile_decoding(mx.compile_decoding(llama()))
     assert not isinstance(model.forward.own, type(model.forward))

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gemm.cpu_library import OP_CHECKS, refuse_first_call, torch_flags
 from ..quantize.cpu import KINDS
+from ..runtime import cpu_graph, native_ops
 from ..runtime.native_build import load
+from ..runtime.native_ops import refuse_first_call
 from . import cpu
 
 MOST_QUERIES = 8
 """With more queries of a head, torch's packing of its keys pays."""
-HEADERS = (cpu.HERE / "attention_call.h", *OP_CHECKS)
+HEADERS = (cpu.HERE / "attention_call.h", *native_ops.HEADERS)
 _OPS = torch.library.Library("mxtensor", "FRAGMENT")
 _OPS.define("cpu_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor")
 attention_of_values: Any = torch.ops.mxtensor.cpu_attention.default
@@ -44,12 +45,15 @@ def library() -> str | None:
     kernels = cpu.library()
     if isinstance(kernels, str):
         return kernels
-    op = load(cpu.HERE / "attention_op.cpp", torch_flags(), HEADERS, ("mx_attention_use",))
+    op = load(
+        cpu.HERE / "attention_op.cpp", native_ops.torch_flags(), HEADERS, ("mx_attention_use", "mx_attention_record")
+    )
     if isinstance(op, str):
         return op
     functions = kernels.mx_attention, kernels.mx_attention_finish, kernels.mx_attention_part
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
     op.mx_attention_use((ctypes.c_void_p * len(addresses))(*addresses))
+    cpu_graph.offered_by(op.mx_attention_record)
     return None
 
 

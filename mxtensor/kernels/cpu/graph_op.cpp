@@ -5,10 +5,10 @@
 #include <ATen/Tensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
@@ -17,6 +17,7 @@
 #include <unordered_set>
 
 #include "op_check.h"
+#include "op_recorder.h"
 
 namespace {
 
@@ -42,28 +43,36 @@ struct Call {
   std::optional<c10::OperatorHandle> op;
   std::vector<IValue> inputs;
   std::vector<std::pair<size_t, Tensor>> results;  // number of a result, and the memory in which the next calls read it
+  Replay replay;  // or empty; writes its one result, where it is
+  const void* result = nullptr;
 };
 
-// Where an input was. A graph does not own its memory: a run gets the input again.
+// Where an input was. A graph does not own its memory: a run gets the input again, or the graph holds the tensor, which
+// may have got other memory.
 struct Place {
   const void* address;  // nullptr: anywhere, the input is copied
   std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+  explicit Place(const Tensor& t) : address(t.const_data_ptr()), sizes(t.sizes().vec()), strides(t.strides().vec()), dtype(t.scalar_type()) {}
   bool holds(const Tensor& t) const {
-    return (!address || address == t.const_data_ptr()) && t.sizes() == at::IntArrayRef(sizes) && t.strides() == at::IntArrayRef(strides);
+    return (!address || address == t.const_data_ptr()) && t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(sizes) &&
+           t.strides() == at::IntArrayRef(strides);
   }
 };
 
 struct Graph {
   std::vector<Call> calls;
   std::string refusal;
-  std::vector<Place> inputs;
-  std::vector<std::pair<size_t, Tensor>> copied;  // number of the input, and its memory in the graph
+  std::vector<Place> given;  // inputs that a run passes
+  std::vector<std::pair<Tensor, Place>> fixed;  // inputs that it does not pass
+  std::vector<std::pair<size_t, Tensor>> copied;  // number of a given input, and its memory in the graph
   std::vector<Tensor> outputs;
 };
 
 thread_local std::unique_ptr<Graph> recording;
 thread_local at::CallbackHandle callback = 0;
-thread_local int depth = 0;
+thread_local int depth = 0;  // ops that run: one of the recording, and those that it calls
+thread_local int others = 0;  // those of them that are not the same op, which a mode of torch calls again
 std::mutex lock;
 std::unordered_map<int64_t, std::shared_ptr<Graph>> graphs;
 int64_t next = 0;
@@ -94,11 +103,6 @@ Memory memory_of(const std::vector<Tensor>& tensors) {
   return found;
 }
 
-// The same tensor, which does not keep its memory.
-Tensor unowned(const Tensor& t) {
-  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().requires_grad(false));
-}
-
 // The same value; tensors in ``memory`` do not keep it.
 IValue unowned(const IValue& value, const Memory& memory) {
   if (value.isTensor() && memory.count(storage_of(value.toTensor()))) return unowned(value.toTensor());
@@ -116,10 +120,19 @@ bool is_observed(const at::RecordFunction& function) {
   return recording && name && name->name != "mxtensor::cpu_graph_end";
 }
 
+bool is_recorded(const c10::OperatorName& name) {
+  const auto& op = recording->calls.back().op;
+  return op && op->operator_name() == name;
+}
+
 std::unique_ptr<at::ObserverContext> op_starts(const at::RecordFunction& function) {
-  if (!is_observed(function) || depth++) return nullptr;
-  Call& call = recording->calls.emplace_back();
+  if (!is_observed(function)) return nullptr;
   const auto name = function.operator_name();
+  if (depth++) {
+    others += !is_recorded(*name);
+    return nullptr;
+  }
+  Call& call = recording->calls.emplace_back();
   call.op = c10::Dispatcher::singleton().findSchema(*name);
   const auto inputs = function.inputs();
   call.inputs.assign(inputs.begin(), inputs.end());
@@ -128,7 +141,11 @@ std::unique_ptr<at::ObserverContext> op_starts(const at::RecordFunction& functio
 }
 
 void op_ends(const at::RecordFunction& function, at::ObserverContext*) {
-  if (!is_observed(function) || --depth) return;
+  if (!is_observed(function)) return;
+  if (--depth) {
+    others -= !is_recorded(*function.operator_name());
+    return;
+  }
   Call& call = recording->calls.back();
   if (!call.op) return;
   const std::string name = call.op->schema().name();
@@ -141,6 +158,7 @@ void op_ends(const at::RecordFunction& function, at::ObserverContext*) {
   const Memory before = memory_of(given);
   for (size_t i = 0; i < made.size(); i++)
     if (made[i].defined() && !before.count(storage_of(made[i]))) call.results.emplace_back(i, made[i]);
+  if (made.size() != 1 || call.results.size() != 1 || made[0].const_data_ptr() != call.result) call.replay = nullptr;
   const bool writes = call.op->schema().is_mutable(), checks = made.empty();
   if (call.results.empty() && !writes && !checks) recording->calls.pop_back();  // views of memory that stays where it is
 }
@@ -153,6 +171,7 @@ void copy_to(const Tensor& to, const Tensor& from) {
 
 void make(const Call& call) {
   if (call.kernel) return CALLERS[call.args.size()](call.kernel, call.args.data());
+  if (call.replay && call.replay()) return;
   std::vector<IValue> stack = call.inputs;
   call.op->callBoxed(&stack);
   if (call.results.empty()) return;
@@ -168,19 +187,27 @@ std::vector<Tensor> results_of(const Graph& graph) {
   return results;
 }
 
-// Ends the recording of this thread. ``outputs`` are the results, ``inputs`` the tensors from outside in the order of later
-// runs; those that ``copied`` numbers are memory of the graph, into which a run copies its own.
-std::tuple<int64_t, std::vector<Tensor>> cpu_graph_end(at::TensorList inputs, at::IntArrayRef copied, at::TensorList outputs) {
+// Ends the recording of this thread. ``outputs`` are the results, ``inputs`` the tensors from outside. ``given`` numbers
+// those that later runs pass, in their order; of these, ``copied`` are memory of the graph, into which a run copies its own.
+std::tuple<int64_t, std::vector<Tensor>> cpu_graph_end(
+    at::TensorList inputs, at::IntArrayRef given, at::IntArrayRef copied, at::TensorList outputs) {
   MX_CHECK_VALUE(recording, "mxtensor::cpu_graph_end: this thread records nothing");
   at::removeCallback(callback);
   std::shared_ptr<Graph> graph = std::move(recording);
-  depth = 0;
+  depth = others = 0;
   TORCH_CHECK_NOT_IMPLEMENTED(graph->refusal.empty(), graph->refusal);
-  std::vector<Tensor> fixed(inputs.begin(), inputs.end());
-  for (const Tensor& t : inputs) graph->inputs.push_back({t.const_data_ptr(), t.sizes().vec(), t.strides().vec()});
-  for (const int64_t i : copied) {
-    graph->copied.emplace_back(size_t(i), inputs[size_t(i)]);
-    graph->inputs[size_t(i)].address = nullptr, fixed[size_t(i)] = Tensor();
+  std::vector<Tensor> fixed;
+  for (size_t i = 0; i < inputs.size(); i++) {
+    const Tensor& t = inputs[i];
+    const auto is_in = [i](at::IntArrayRef places) { return std::find(places.begin(), places.end(), int64_t(i)) != places.end(); };
+    const bool is_copied = is_in(copied);
+    if (!is_copied) fixed.push_back(t);
+    if (!is_in(given)) {
+      graph->fixed.emplace_back(t, Place(t));
+      continue;
+    }
+    Place& place = graph->given.emplace_back(t);
+    if (is_copied) place.address = nullptr, graph->copied.emplace_back(graph->given.size() - 1, t);
   }
   const Memory outside = memory_of(fixed);
   for (Call& call : graph->calls)
@@ -200,12 +227,14 @@ std::vector<Tensor> cpu_graph_run(at::TensorList inputs, int64_t number) {
   {
     const std::lock_guard<std::mutex> guard(lock);
     const auto found = graphs.find(number);
-    MX_CHECK_VALUE(found != graphs.end() && found->second->inputs.size() == inputs.size(),
+    MX_CHECK_VALUE(found != graphs.end() && found->second->given.size() == inputs.size(),
                    "mxtensor::cpu_graph_run: graph ", number, " was not recorded with ", int64_t(inputs.size()), " inputs");
     graph = found->second;
   }
   for (size_t i = 0; i < inputs.size(); i++)
-    if (!graph->inputs[i].holds(inputs[i])) return {};
+    if (!graph->given[i].holds(inputs[i])) return {};
+  for (const auto& [t, place] : graph->fixed)
+    if (!place.holds(t)) return {};
   const at::AutoDispatchBelowADInplaceOrView below;
   for (const auto& [i, memory] : graph->copied) copy_to(memory, inputs[i]);
   for (const Call& call : graph->calls) make(call);
@@ -222,7 +251,7 @@ TORCH_LIBRARY_IMPL(mxtensor, CPU, m) {
 extern "C" {
 
 void mx_graph_begin() {
-  recording = std::make_unique<Graph>(), depth = 0;
+  recording = std::make_unique<Graph>(), depth = others = 0;
   callback = at::addThreadLocalCallback(
       at::RecordFunctionCallback(op_starts, op_ends).needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
 }
@@ -236,6 +265,12 @@ void mx_graph_kernel(void* kernel, const uint64_t* args, int64_t count) {
   recording->calls.push_back(std::move(call));
 }
 
+// Whether the op that runs is one of the recording, not one that such an op calls.
+bool mx_graph_wants() { return recording && depth && !others; }
+void mx_graph_take(Replay* replay, const void* result) {
+  recording->calls.back().replay = std::move(*replay), recording->calls.back().result = result;
+}
+
 void mx_graph_refuse(const char* why) {
   if (recording) refuse(why);
 }
@@ -244,7 +279,7 @@ void mx_graph_refuse(const char* why) {
 void mx_graph_drop() {
   if (!recording) return;
   at::removeCallback(callback);
-  recording.reset(), depth = 0;
+  recording.reset(), depth = others = 0;
 }
 
 void mx_graph_free(int64_t number) {

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
+#include <vector>
 
 #include "op_functions.h"
 
@@ -78,6 +79,13 @@ void take_x(Problem& to, const Problem& from) {
   to.x_element = from.x_element, to.x_scale_kind = from.x_scale_kind, to.x_block = from.x_block;
   to.x_codes = from.x_codes, to.x_codes_stride = from.x_codes_stride;
   to.x_scales = from.x_scales, to.x_scales_stride = from.x_scales_stride;
+}
+
+// Casts the x that these products share; the memory of its values.
+Tensor cast_x(std::vector<Problem>& all, const Cast& cast, const at::TensorOptions& options) {
+  const Tensor memory = fake_quantize(all[0], cast, options);
+  for (size_t i = 1; i < all.size(); i++) take_x(all[i], all[0]);
+  return memory;
 }
 
 }  // namespace

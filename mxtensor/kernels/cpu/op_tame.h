@@ -19,9 +19,8 @@ using at::Tensor;
 constexpr int32_t LARGE = (127 + 95) << 23;
 constexpr float DOWN = 0x1p-32f, UP = 0x1p32f;
 
-// x, or x times DOWN and alpha times UP if x has such values; only values below 2^-94 lose bits then.
-Tensor tamed(const Tensor& x, double& alpha) {
-  if (x.scalar_type() == at::kHalf || x.dim() != 2 || !x.numel()) return x;
+bool has_large(const Tensor& x) {
+  if (x.scalar_type() == at::kHalf || x.dim() != 2 || !x.numel()) return false;
   const int64_t rows = x.is_contiguous() ? 1 : x.size(0), size = x.numel() / rows;
   const char* from = static_cast<const char*>(memory_of(x, "x"));
   const int kind = kind_of(x.scalar_type());
@@ -30,7 +29,12 @@ Tensor tamed(const Tensor& x, double& alpha) {
     for (int64_t m = first; m < end && !large; m++)
       if (functions.amax(from + m * x.stride(0) * x.element_size(), kind, 0, size) >= LARGE) large = true;
   });
-  if (!large) return x;
+  return large;
+}
+
+// x, or x times DOWN and alpha times UP if x has such values; only values below 2^-94 lose bits then.
+Tensor tamed(const Tensor& x, double& alpha) {
+  if (!has_large(x)) return x;
   alpha *= UP;
   return at::mul(x, DOWN);
 }

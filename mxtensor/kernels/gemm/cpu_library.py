@@ -11,7 +11,6 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -23,8 +22,10 @@ from torch import Tensor
 from ...core.compat import called_while_traced
 from ...numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, Format
 from ..quantize import cpu
+from ..runtime import cpu_graph, native_ops
 from ..runtime.disk_cache import warn_once
 from ..runtime.native_build import instruction_sets, load
+from ..runtime.native_ops import refuse_first_call
 
 HERE = Path(__file__).parent.parent / "cpu"
 HEADERS = tuple(
@@ -36,14 +37,14 @@ HEADERS = tuple(
         "linear_no_tiles.h",
     )
 )  # fmt: skip
-OP_CHECKS = tuple(HERE / name for name in ("format.h", "problem.h", "op_check.h"))
-"""The headers of all ops of torch in C++; those of ``linear_op.cpp``."""
-OP_HEADERS = (*OP_CHECKS, *(HERE / name for name in ("op_functions.h", "op_cast.h", "op_problem.h", "op_tame.h")))
+OP_HEADERS = (
+    *native_ops.HEADERS,
+    *(HERE / f"op_{name}.h" for name in ("functions", "cast", "problem", "product", "tame")),
+)
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
-TORCH_FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC")
-"""NDEBUG as torch is built: without it some of torch's classes have other members."""
 SYMBOLS = tuple(f"mx_linear_{name}" for name in ("packed_row", "pack", "rows", "decode", "finish", "instructions"))
 """The functions of ``linear.cpp``, in the order of ``Functions`` in linear_op.cpp; the op does not call the last."""
+OP_SYMBOLS = "mx_linear_use", "mx_linear_record", "mx_linear_forget"
 CASTS = ("mx_amax", "mx_encode", "mx_decode")
 """Functions of ``quantize.cpp``, which cast activations."""
 ELEMENTS = (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)
@@ -125,22 +126,6 @@ def tile_flags() -> tuple[str, ...]:
     return f"-DTILES_FROM={TILE_ROWS[0]}", f"-DTILES_UP_TO={TILE_ROWS[1]}"
 
 
-def torch_flags() -> tuple[str, ...]:
-    """How a library is compiled against this torch: its headers, and its libraries, which are loaded already.
-
-    ``at::parallel_for`` uses torch's threads only where it is compiled with OpenMP, as torch was; the OpenMP that torch
-    has loaded serves both.
-    """
-    root = Path(torch.__file__).parent
-    threads = ("-fopenmp",) if sys.platform == "linux" and torch.backends.openmp.is_available() else ()
-    linker = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-Wl,--no-as-needed",)
-    return (
-        *TORCH_FLAGS, *threads, f"-I{root / 'include'}", f"-L{root / 'lib'}", *linker, "-ltorch_cpu",
-        "-lc10", f'-DMX_TORCH="{torch.__version__}"',
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-    )  # fmt: skip
-
-
 def load_kernels(name: str | None = None) -> ctypes.CDLL | str:
     """``linear.cpp`` for this processor, or for a named instruction set that it has; or why there is none."""
     wanted, flags = instructions() if name is None else (name, flags_of(name))
@@ -159,6 +144,7 @@ class Library:
         self._formats = [cpu.c_format(Format("cpu_linear", e, s, (1, 32))) for e in ELEMENTS for s in cpu.SCALES]
         self._op, self._casts, self.forget = op, casts, op.mx_linear_forget
         self.forget.argtypes = [ctypes.c_int64]
+        cpu_graph.offered_by(op.mx_linear_record)
         self.use(kernels)
 
     def use(self, kernels: ctypes.CDLL) -> None:
@@ -177,7 +163,7 @@ def library() -> Library | str:
     # In other threads: two compilers run at once, and no mode of the caller, who may be tracing, changes the tables.
     with ThreadPoolExecutor(2) as pool:
         kernels = pool.submit(load_kernels)
-        op = pool.submit(load, HERE / "linear_op.cpp", torch_flags(), OP_HEADERS, ("mx_linear_use", "mx_linear_forget"))
+        op = pool.submit(load, HERE / "linear_op.cpp", native_ops.torch_flags(), OP_HEADERS, OP_SYMBOLS)
         found = op.result(), kernels.result(), pool.submit(cpu.library).result()
         for part in found:
             if isinstance(part, str):
@@ -222,18 +208,6 @@ linear_groups: Any = torch.ops.mxtensor.cpu_linear_groups.default
 """Products of rows in groups with a stack of weights, a matrix for each group."""
 prepare: Any = torch.ops.mxtensor.cpu_linear_prepare.default
 prepared: Any = torch.ops.mxtensor.cpu_linear_prepared.default
-
-
-def refuse_first_call(op: str, x: Tensor, missing: Callable[[], str | None]) -> None:
-    """Raise if an op cannot run here: on another device, or without its library, which ``missing`` loads.
-
-    The library registers the op; a compiled graph from torch's cache may come before anything has loaded it.
-    """
-    if x.device.type != "cpu":
-        raise ValueError(f"{op} needs tensors on the CPU, not on {x.device}; use .cpu()")
-    why = missing()
-    if why is not None:
-        raise RuntimeError(f"{op} is in a graph that was compiled elsewhere, and {why}")
 
 
 @torch.library.impl(_OPS, "cpu_linear", "CompositeExplicitAutograd")

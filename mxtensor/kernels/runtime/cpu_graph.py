@@ -15,32 +15,50 @@ import torch
 from torch import Tensor
 
 from .native_build import load
+from .native_ops import HEADERS, torch_flags
 
 SOURCE = Path(__file__).parent.parent / "cpu" / "graph_op.cpp"
-SYMBOLS = tuple(f"mx_graph_{name}" for name in ("begin", "kernel", "refuse", "drop", "free"))
+SYMBOLS = tuple(f"mx_graph_{name}" for name in ("begin", "kernel", "wants", "take", "refuse", "drop", "free"))
 _OPS = torch.library.Library("mxtensor", "FRAGMENT")
-_OPS.define("cpu_graph_end(Tensor[] inputs, int[] copied, Tensor[] outputs) -> (int, Tensor[])")
+_OPS.define("cpu_graph_end(Tensor[] inputs, int[] given, int[] copied, Tensor[] outputs) -> (int, Tensor[])")
 _OPS.define("cpu_graph_run(Tensor[] inputs, int number) -> Tensor[]")
 end: Any = torch.ops.mxtensor.cpu_graph_end.default
-"""(inputs, places of those that are copied, outputs) -> the number of the graph, and the outputs as a run returns them.
-Raises NotImplementedError, with the reason, if a call of the recording cannot be made again."""
+"""(inputs, places of those that a run passes, places of those that it copies, outputs) -> the number of the graph, and
+the outputs as a run returns them. The graph holds the inputs that a run does not pass. Raises NotImplementedError, with
+the reason, if a call of the recording cannot be made again."""
 run: Any = torch.ops.mxtensor.cpu_graph_run.default
-"""(inputs, number) -> new tensors with the outputs, or none if an input that is not copied is at another address."""
+"""(inputs that it passes, number) -> new tensors with the outputs, or none if an input that is not copied is at another
+address."""
 
 
 @cache
 def library() -> ctypes.CDLL | str:
     """The compiled recorder, or the reason why it is not available."""
-    from ..gemm.cpu_library import OP_CHECKS, torch_flags
-
-    lib = load(SOURCE, torch_flags(), OP_CHECKS, SYMBOLS)
+    lib = load(SOURCE, torch_flags(), HEADERS, SYMBOLS)
     if not isinstance(lib, str):
         lib.mx_graph_kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         lib.mx_graph_refuse.argtypes = [ctypes.c_char_p]
         lib.mx_graph_free.argtypes = [ctypes.c_int64]
         for symbol in SYMBOLS:
             getattr(lib, symbol).restype = None
+        for record in _ops:
+            _tell(record, lib)
     return lib
+
+
+_ops: list[Any] = []
+
+
+def _tell(record: Any, lib: ctypes.CDLL) -> None:
+    record(*(ctypes.cast(function, ctypes.c_void_p) for function in (lib.mx_graph_wants, lib.mx_graph_take)))
+
+
+def offered_by(record: Any) -> None:
+    """Call it when an op that can make its calls again has been loaded; ``record`` is how its library learns of the
+    recorder (cpu/op_recorder.h)."""
+    _ops.append(record)
+    if library.cache_info().currsize and not isinstance(lib := library(), str):
+        _tell(record, lib)
 
 
 class Kernel:
