@@ -200,9 +200,9 @@ def hook_unwrapping(kind: type) -> bool:
     return True
 
 
-def hook_cache_keys(kind: type) -> bool:
-    """Let torch 2.11's cache of compiled graphs tell tensors of class ``kind`` apart as torch 2.13 does, by their
-    ``_stable_hash_for_caching``. True if this torch needed it and has the place.
+def hook_cache_keys() -> bool:
+    """Let torch 2.11's cache of compiled graphs tell tensors apart as torch 2.13 does, by ``_stable_hash_for_caching``
+    where they have it. True if this torch needs it and has the place.
 
     Without it the key has what pickling such a tensor gives, which knows neither the version of the package nor its
     settings: a graph of another version was taken from the cache. Missing: nothing is changed.
@@ -210,14 +210,13 @@ def hook_cache_keys(kind: type) -> bool:
     from torch._functorch._aot_autograd import autograd_cache
 
     pickler: Any = getattr(autograd_cache, "AOTAutogradCachePickler", None)
-    if pickler is None or hasattr(pickler, "_stable_hash_for_cache_value"):
+    if pickler is None or any(hasattr(pickler, name) for name in ("_stable_hash_for_cache_value", "reducer_override")):
         return False
-    usual = getattr(pickler, "reducer_override", None)
 
     def reducer_override(self: Any, obj: Any) -> Any:
-        if isinstance(obj, kind):
-            return str, (obj._stable_hash_for_caching(),)  # type: ignore[attr-defined]
-        return NotImplemented if usual is None else usual(self, obj)
+        if isinstance(obj, torch.Tensor) and hasattr(obj, "_stable_hash_for_caching"):
+            return str, (obj._stable_hash_for_caching(),)
+        return NotImplemented
 
     pickler.reducer_override = reducer_override
     return True

@@ -347,4 +347,4 @@ KINDS["MXTensor"] = MXTensor
 tell_dynamo(MXTensor, readers_of(MXTensor))
 when_imported("torch._functorch._aot_autograd.runtime_wrappers", lambda: hook_unwrapping(MXTensor))
 when_imported("torch._dynamo.guards", lambda: hook_guards(MXTensor))
-when_imported("torch._functorch._aot_autograd.autograd_cache", lambda: hook_cache_keys(MXTensor))
+when_imported("torch._functorch._aot_autograd.autograd_cache", hook_cache_keys)

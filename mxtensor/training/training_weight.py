@@ -25,12 +25,11 @@ from ..core.compat import (
     tree_flatten,
     tree_map_only,
 )
-from ..core.compat_compile import hook_cache_keys
 from ..core.compat_hooks import hook_staging, let_optimizers_take, let_weights_answer
 from ..core.dispatch import written
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
-from ..core.when_imported import PENDING, after_import, install_pending, when_imported
+from ..core.when_imported import PENDING, after_import, install_pending
 from ..core.writes import count_writes
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import KeepsAttributes, parameter_of, refuse_attributes, set_attributes, user_attributes
@@ -331,7 +330,6 @@ WEIGHT_FUNCTIONS[Tensor.data_ptr] = _address
 
 
 tell_dynamo(TrainingWeight, {}, constants=("linear_recipe",))
-when_imported("torch._functorch._aot_autograd.autograd_cache", lambda: hook_cache_keys(TrainingWeight))
 after_import("torch.distributed.checkpoint._state_dict_stager", lambda: hook_staging(MXTensor, TrainingWeight))
 after_import("torch.distributed.tensor", lambda: mark_parameters(TrainingWeight))
 after_import("torch.nested._internal.nested_tensor", lambda: let_weights_answer(TrainingWeight, WEIGHT_FUNCTIONS))

@@ -362,6 +362,23 @@ def test_memory_of_the_caller_can_be_freed():
     assert [storage() for storage in found] == [None, None]
 
 
+def test_memory_between_kernels_is_nobody_elses():
+    """Of a size that no other tensor of the process has: memory that was given back is that of the next one."""
+
+    def spread(x):
+        sums = x.view(-1, 8).sum(1)
+        return sums - sums.max()
+
+    f = Compiled(spread)
+    for _ in range(4):
+        f(torch.randn(8 * 12347))
+    assert f.graph.runs
+    others = [torch.full((12347,), torch.nan) for _ in range(20)]
+    x = torch.randn(8 * 12347)
+    assert torch.equal(f(x), f.by_code(x))
+    assert all(other.isnan().all() for other in others)
+
+
 def test_random_numbers_are_drawn_again():
     f, x = Compiled(lambda x: torch.ops.aten.randperm(50) + x), torch.zeros(50, dtype=torch.int64)
     drawn = [f(x) for _ in range(4)]

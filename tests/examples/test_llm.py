@@ -175,8 +175,8 @@ def test_a_compiled_chat_compiles_its_steps_and_gives_the_same_answers(monkeypat
     """The compiler is replaced: what it gets are steps of one token, and prompts stay eager."""
     rows = []
 
-    def compiled(function, fullgraph, options):
-        assert fullgraph and "guard_filter_fn" in options
+    def compiled(function, fullgraph, backend, options):
+        assert fullgraph and callable(backend) and "guard_filter_fn" in options
         return lambda forward, given: rows.append(given["input_ids"].shape) or function(forward, given)
 
     monkeypatch.setattr(torch, "compile", compiled)

@@ -421,7 +421,7 @@ FAULTS = (
           "whole[:, :, 1:].mean(2", "whole.mean(2",
           "integrations/test_kv_cache.py"),
     Fault("models share compiled steps", "core/compat_compile.py",
-          "return torch.compile(own, fullgraph=True, options=options)",
+          "return torch.compile(own, fullgraph=True, **options)",
           "return torch.compile(function, fullgraph=True, **options)",
           "integrations/test_compile_decoding.py"),
     Fault("a copy of a model decodes with the first one's weights", "integrations/decoding.py",
