@@ -164,7 +164,7 @@ E4M3_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
 WGMMA = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
 WGMMA_OF_GROUPS = {"of gradients": WGMMA.replace("e4m3.", "e5m2.", 1), "values": "m64n128k16.f32.bf16.bf16"}
 """Word in the label of a product of groups -> the instruction of other operands than E4M3."""
-WITHOUT_CASTS = ("amax_of_tensor", "extremes_of_both")
+WITHOUT_CASTS = ("amax_of_tensor", "extremes_of_both", "places_of_groups")
 """Kernels that read values and write none."""
 
 

@@ -49,19 +49,20 @@ def in_tile(row, rows, col, cols, WIDE: tl.constexpr):
 
 @triton.jit
 def extremes_of_both(
-    x_ptr, row_ptr, column_ptr, ends_ptr, count, rows, words, stride, all_blocks,
+    x_ptr, row_ptr, column_ptr, places_ptr, count, rows, words, stride,
     C: tl.constexpr, R: tl.constexpr, HIGH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr, SQUARE: tl.constexpr,
+    WIDE: tl.constexpr, PAD: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
     """x (all rows, words) int32; a program takes HIGH rows and BK words. row_ptr (all rows,), column_ptr (count,
-    2 * words). ``count`` to GROUPS: see ``place``. EVEN: all tiles are whole; WIDE: all have whole rows.
+    2 * words). ``places_ptr`` to ``rows`` and PAD: see ``place``, of ``count`` matrices. EVEN: all tiles are whole;
+    WIDE: all have whole rows.
 
     Tiles come from the end of the matrix to its start: what wrote the matrix left its end in the L2 cache, and this
     pass leaves the start there for the cast, which begins with it."""
     tiles = tl.cdiv(words, BK)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     down, right = program // tiles, program % tiles
-    matrix, _inner, first, there, _to, _left = place(down, ends_ptr, count, rows, all_blocks, HIGH, PAD, GROUPS)
+    matrix, _inner, first, there, _to, _left = place(down, places_ptr, rows, HIGH, PAD)
     if there <= 0:
         return
     row, col = tl.arange(0, HIGH)[:, None], right * BK + tl.arange(0, BK)[None, :]
@@ -95,18 +96,23 @@ def extremes_of_both(
 
 
 @triton.jit
-def decided(extremes_ptr, at, inside, R: tl.constexpr):
-    """``decide`` for rows ``at``: (exponent, whether beyond the bound, row scale)."""
-    top = tl.load(extremes_ptr + at, mask=inside, other=0)
-    bad = tl.where(top >= HUGE, 2, 0)
-    top = tl.where(top >= HUGE, 127, top) - 1
+def decided(extreme, R: tl.constexpr):
+    """``decide`` for rows with these extremes: (exponent, whether beyond the bound, row scale)."""
+    bad = tl.where(extreme >= HUGE, 2, 0)
+    top = tl.where(extreme >= HUGE, 127, extreme) - 1
     return decide(top, top, bad, R)
+
+
+@triton.jit
+def load_decided(extremes_ptr, at, inside, R: tl.constexpr):
+    """``decided`` for rows ``at``."""
+    return decided(tl.load(extremes_ptr + at, mask=inside, other=0), R)
 
 
 @triton.jit
 def own_or_top(extremes_ptr, at, inside, R: tl.constexpr):
     """The exponent of rows ``at``, or OWN_TOP for rows beyond the bound."""
-    top, beyond, _scale = decided(extremes_ptr, at, inside, R)
+    top, beyond, _scale = load_decided(extremes_ptr, at, inside, R)
     return tl.where(beyond, OWN_TOP, top)
 
 
@@ -151,7 +157,7 @@ def cast_rows(
 @triton.jit
 def store_facts(extremes_ptr, scale_ptr, beyond_ptr, at, inside, R: tl.constexpr):
     """Store the row scales and marks of rows ``at``."""
-    _top, beyond, scale = decided(extremes_ptr, at, inside, R)
+    _top, beyond, scale = load_decided(extremes_ptr, at, inside, R)
     tl.store(scale_ptr + at, scale, mask=inside)
     tl.store(beyond_ptr + at, beyond.to(tl.uint8), mask=inside)
 
@@ -159,16 +165,17 @@ def store_facts(extremes_ptr, scale_ptr, beyond_ptr, at, inside, R: tl.constexpr
 @triton.jit
 def cast_both_to_rows(
     x_ptr, row_extremes_ptr, column_extremes_ptr, codes_ptr, row_scale_ptr, beyond_ptr, scale_ptr, tcodes_ptr,
-    trow_scale_ptr, tbeyond_ptr, tscale_ptr, seed_ptr, ends_ptr, count, rows, words, stride, width, scale_cols,
-    tscale_cols, sixteens, all_blocks,
+    trow_scale_ptr, tbeyond_ptr, tscale_ptr, seed_ptr, places_ptr, count, rows, words, stride, width, scale_cols,
+    tscale_cols, sixteens,
     C: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr, SQUARE: tl.constexpr,
+    WIDE: tl.constexpr, PAD: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
     """x (all rows, words) int32, BK words and W spans of 32 rows to a program; ``stride`` and ``width`` are in words
     and in pairs of codes. ``sixteens``: the length of a row of transposed codes over 16. ROWS: the rows are cast, too.
 
-    ``count`` to GROUPS: see ``place``. Of a stack, codes, scales and marks of the transposes come one after the other;
-    of groups, codes and scales of blocks are those of one padded matrix, row scales and marks come group by group."""
+    ``places_ptr`` to ``rows`` and PAD: see ``place``, of ``count`` matrices. Of a stack, codes, scales and marks of the
+    transposes come one after the other; of groups, codes and scales of blocks are those of one padded matrix, row
+    scales and marks come group by group."""
     V: tl.constexpr = 2
     SPAN: tl.constexpr = 32
     J: tl.constexpr = SPAN // 4
@@ -177,13 +184,13 @@ def cast_both_to_rows(
     Q: tl.constexpr = BK // V
     tiles = tl.cdiv(words, BK)
     down, right = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    matrix, inner, tile_row, there, to_col, left = place(down, ends_ptr, count, rows, all_blocks, W * SPAN, PAD, GROUPS)
+    matrix, inner, tile_row, there, to_col, left = place(down, places_ptr, rows, W * SPAN, PAD)
     if matrix > count:
         return
     first, fours, cols = right * BK, sixteens * 4, 2 * words
     across = words - first
-    live = matrix < count if GROUPS > 0 else True  # of a stack every tile belongs to a matrix
-    before = matrix * cols if GROUPS == 0 else 0  # rows of transposed codes
+    live = matrix < count if PAD > 0 else True  # of a stack every tile belongs to a matrix
+    before = matrix * cols if PAD == 0 else 0  # rows of transposed codes
     j = tl.arange(0, J)[None, None, :, None]
     w = tl.arange(0, W)[None, :, None, None]
     col = tl.arange(0, Q)[:, None, None, None] * V + tl.arange(0, V)[None, None, None, :]
@@ -213,8 +220,8 @@ def cast_both_to_rows(
     high_stored, high, _, high_finite = block_scales(high_bits, one, C)
     column = 2 * (first + tl.arange(0, Q)[:, None, None] * V + tl.arange(0, V)[None, None, :])
     of_matrix, known = matrix * cols + column, (column < cols) & live
-    low_top, low_beyond, _s0 = decided(column_extremes_ptr, of_matrix, known, R)
-    high_top, high_beyond, _s1 = decided(column_extremes_ptr, of_matrix + 1, known, R)
+    low_top, low_beyond, _s0 = load_decided(column_extremes_ptr, of_matrix, known, R)
+    high_top, high_beyond, _s1 = load_decided(column_extremes_ptr, of_matrix + 1, known, R)
     block = tl.arange(0, W // G)[None, :, None]
     inside = known & (block * C.block < left)
     scale_row = before + column
@@ -250,7 +257,7 @@ def cast_both_to_rows(
             high_code = tl.where(high_whole[:, :, None, :] != 0, high_code, C.nan_code * 0x1010101)
         low_four, high_four = moved_four(low_code, low_shift, C, R), moved_four(high_code, high_shift, C, R)
     four = as_matrix(tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V)))
-    if GROUPS > 0:
+    if PAD > 0:
         four = tl.where(live, four, 0)
     four_row = tl.arange(0, W * J)[:, None]
     transposed_ptr = tcodes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -284,7 +291,7 @@ def cast_both_to_rows(
         line = tl.arange(0, W * SPAN)
         tile, inside = tile_row + line[:, None], line[:, None] < there
         block = right * NB + tl.arange(0, NB)[None, :]
-        _top, beyond, _scale = decided(row_extremes_ptr, tile, inside, R)
+        _top, beyond, _scale = load_decided(row_extremes_ptr, tile, inside, R)
         scale_row = tile // C.block if SQUARE else tile
         to = scale_ptr + scale_row.to(tl.int64) * scale_cols + block
         tl.store(to, in_row_order(s0, s1, s2, s3), mask=inside & beyond & (block < scale_cols))

@@ -29,11 +29,18 @@ def of_one(values, number, one):
 
 
 @triton.jit
-def tile_of_group(
-    tile, ends_ptr, groups, rows, all_blocks, HIGH: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr
-):
-    """(group, rows of it before the tile, first row, rows from there, first padded row, padded rows from there) of a
-    tile of HIGH rows.
+def of_each(values, own):
+    """The value of the group that each row of ``own`` (tiles, GROUPS) marks; 0 if it marks none."""
+    return tl.sum(tl.where(own, values[None, :], 0), axis=1)
+
+
+@triton.jit
+def places_of_groups(
+    ends_ptr, places_ptr, groups, rows, all_blocks, tiles,
+    HIGH: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Store the place of each tile of HIGH rows, (tiles, 8) int32: group, rows of it before the tile, first row, rows
+    from there, first padded row, padded rows from there. A program finds TILES places.
 
     ``all_blocks``: P / PAD. There are P / HIGH + ``groups`` + 2 tiles at most; a group above ``groups`` has none.
     """
@@ -42,30 +49,37 @@ def tile_of_group(
     beyond = tl.maximum(all_blocks - tl.sum(blocks, axis=0), 0)
     blocks = tl.where(number == groups, beyond, blocks)
     most = tl.maximum(size, blocks * PAD)
-    tiles = (most + (HIGH - 1)) // HIGH
-    until = tl.cumsum(tiles, 0)
-    group = tl.sum((until <= tile).to(tl.int32), axis=0)
-    inner = (tile - of_one(until - tiles, number, group)) * HIGH
-    first = of_one(start, number, group) + inner
-    there = of_one(size, number, group) - inner
-    to = tl.minimum(of_one(before, number, group), all_blocks)
-    left = tl.minimum(of_one(blocks, number, group), all_blocks - to) * PAD - inner
-    return group, inner, first, there, to * PAD + inner, left
+    high = (most + (HIGH - 1)) // HIGH
+    until = tl.cumsum(high, 0)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    group = tl.sum((until[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    own = number[None, :] == group[:, None]
+    inner = (tile - of_each(until - high, own)) * HIGH
+    first = of_each(start, own) + inner
+    to = tl.minimum(of_each(before, own), all_blocks)
+    left = tl.minimum(of_each(blocks, own), all_blocks - to) * PAD - inner
+    at, inside = places_ptr + tile * 8, tile < tiles
+    tl.store(at, group, mask=inside)
+    tl.store(at + 1, inner, mask=inside)
+    tl.store(at + 2, first, mask=inside)
+    tl.store(at + 3, of_each(size, own) - inner, mask=inside)
+    tl.store(at + 4, to * PAD + inner, mask=inside)
+    tl.store(at + 5, left, mask=inside)
 
 
 @triton.jit
-def place(tile, ends_ptr, count, rows, all_blocks, HIGH: tl.constexpr, PAD: tl.constexpr, GROUPS: tl.constexpr):
+def place(tile, places_ptr, rows, HIGH: tl.constexpr, PAD: tl.constexpr):
     """(matrix, rows of it before the tile, first row, rows from there, first column of the transpose, columns from
     there) of a tile of HIGH rows.
 
-    GROUPS = 0: a stack of ``count`` matrices of ``rows`` rows; the column is one of their transposes. Otherwise a
-    matrix stands for a group: ``count`` groups of ``rows`` rows in all, and the column is one of the transpose of the
-    padded matrix.
+    PAD = 0: a stack of matrices of ``rows`` rows; the column is one of their transposes. Otherwise a matrix stands for
+    a group, and the column is one of the transpose of the padded matrix: ``places_ptr`` as of ``places_of_groups``.
     """
-    if GROUPS == 0:
+    if PAD == 0:
         tiles = tl.cdiv(rows, HIGH)
         matrix = tile // tiles
         inner = (tile - matrix * tiles) * HIGH
         return matrix, inner, matrix * rows + inner, rows - inner, inner, rows - inner
     else:
-        return tile_of_group(tile, ends_ptr, count, rows, all_blocks, HIGH, PAD, GROUPS)
+        at = places_ptr + tile * 8
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)

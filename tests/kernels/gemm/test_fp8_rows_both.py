@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import fp8_rows_ops
+from mxtensor.kernels.gemm import fp8_rows_both, fp8_rows_ops
 from mxtensor.kernels.gemm.fp8_rows_both import empty_operand, rows_of_both, why_not_both
 from mxtensor.kernels.gemm.fp8_rows_by_codes import wants_rows
 from mxtensor.kernels.gemm.row_operand import RowOperand, sections, values_of_rows
@@ -37,9 +37,10 @@ def both_ways(rows, cols):
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
-    monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 16, 4))
-    for form in ("codes", "random codes"):
-        monkeypatch.setitem(triton_tiles.WORDS, form, (1, 16, 4))
+    monkeypatch.setattr(triton_tiles, "EXTREMES", (16, 4))
+    monkeypatch.setattr(triton_tiles, "ONE_READ", (256, triton_tiles.ONE_READ[1]))
+    for form in triton_tiles.ROW_SCALED:
+        monkeypatch.setitem(triton_tiles.ROW_SCALED, form, (1, 16, 4))
 
 
 def check(made, x, cast):
@@ -64,6 +65,22 @@ def test_both_operands_are_those_of_two_casts(name, shape):
     assert alone is None
     for one, two in zip(column[:3], other[:3], strict=True):
         assert torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+
+
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6_e3m2[1x64]"])
+def test_rows_that_do_not_fit_into_registers_are_cast_with_the_columns(monkeypatch, name):
+    x, cast = both_ways(64, 96), mx.Cast.of(name)
+    launched, whole = [], fp8_rows_both.launch
+    monkeypatch.setattr(
+        fp8_rows_both, "launch", lambda kernel, *a: (launched.append(kernel.fn.__name__), whole(kernel, *a))
+    )
+    for widest, first in ((96, "rows_and_extremes"), (95, "extremes_of_both")):
+        monkeypatch.setattr(fp8_rows_both, "WIDEST", widest)
+        row, column = rows_of_both(x, cast)
+        assert check(row, x, cast) | check(column, x.t().contiguous(), cast)
+        assert launched == [first, "cast_both_to_rows"]
+        launched.clear()
 
 
 @pytest.mark.exhaustive

@@ -30,9 +30,10 @@ SIZES = [5, 0, 40, 33]
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 32, 4))
-        for form in ("codes", "random codes"):
-            monkeypatch.setitem(triton_tiles.WORDS, form, (1, 32, 4))
+        monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 4))
+        monkeypatch.setattr(triton_tiles, "ONE_READ", (256, triton_tiles.ONE_READ[1]))
+        for form in triton_tiles.ROW_SCALED:
+            monkeypatch.setitem(triton_tiles.ROW_SCALED, form, (1, 32, 4))
 
 
 @pytest.fixture(autouse=True)
