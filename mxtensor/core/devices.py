@@ -31,5 +31,7 @@ def device_capability(device: torch.device) -> tuple[int, int]:
 
 @cached
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; 4 for others, where Triton's interpreter runs the programs."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+    """Multiprocessors of a CUDA device; 4 for others, where Triton's interpreter runs the programs, and for one that is
+    not present."""
+    present = device.type == "cuda" and torch.cuda.is_available()
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if present else 4

@@ -12,7 +12,7 @@ from ..kernels.gemm.row_operand import RowOperand
 from ..kernels.gemm.spec import FakeQuantized, Form, GemmOperand, Unquantized
 from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
-from ..kernels.quantize.select_pair import cast_pair
+from ..kernels.quantize.select_pair import cast_pair, cast_rows_first
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
@@ -77,6 +77,15 @@ def copies(
         source, side = columnwise_source(x, casts, out[0])
         out[1] = source.transpose(-1, -2) if column is None else _copy(source, column, wants[1], side, scales)
     return out
+
+
+def rows_first(x: Tensor, casts: TensorCasts, wants: tuple[Want, Want]) -> tuple[RowOperand, Tensor] | None:
+    """The rowwise copy of a weight, and what ``cast_columns_later`` needs for the columnwise one; None if its copies
+    take casts that know nothing of each other."""
+    cast = casts.rowwise
+    if wants != (Form.ROWS, Form.ROWS) or cast is None or cast != casts.columnwise:
+        return None
+    return None if casts.signs is not None or rounds_twice(casts) else cast_rows_first(x, cast)
 
 
 def columnwise_source(x: Tensor, casts: TensorCasts, rowwise: GemmOperand | None) -> tuple[Tensor, int]:

@@ -30,6 +30,7 @@ from ..core.tracing import is_traced
 from ..kernels.gemm import emulated
 from ..kernels.gemm.select import gemm, grouped_gemm, grouped_wanted_form, grouped_wgrad, plan_of, wanted_form
 from ..kernels.gemm.spec import Form, GemmArgs, GemmOperand, data_of
+from ..kernels.quantize.select_pair import cast_columns_later
 from ..numerics.groups import Groups
 from ..numerics.operand import Operand
 from ..recipe.kernel_preference import KernelPreference
@@ -46,6 +47,7 @@ from .operands import (
     copies,
     dgrad_weight,
     of_shape,
+    rows_first,
     saved,
     scales_of,
     standing_for,
@@ -141,6 +143,8 @@ class SavedOperands(NamedTuple):
     weight: SavedOperand
     dgrad_want: Want
     """The form in which dgrad wants its operands."""
+    w_extremes: bool = False
+    """Whether what the cast of the weight for dgrad needs of its columns comes before the weight."""
 
 
 class Inputs(NamedTuple):
@@ -186,6 +190,7 @@ def forward(
     x_row, x_col = copies_of(rows, linear_recipe.input, wants, scales_of(scales, INPUT), groups, own_scales)
     w_row: GemmOperand | None
     w_col: GemmOperand | None
+    w_extremes: Tensor | None = None
     if cached is not None:
         w_row, w_col = cached
     else:
@@ -194,14 +199,19 @@ def forward(
         column = linear_recipe.weight.columnwise
         saves = dgrad_want in SAVED and column is not None and column.format.has_tensor_scale
         wants = fprop_want, dgrad_want if saves else None
-        w_row, w_col = copies_of(w, linear_recipe.weight, wants, scales_of(scales, WEIGHT), None, own_scales)
+        made = None if saves or own_scales else rows_first(w, linear_recipe.weight, (fprop_want, dgrad_want))
+        if made is not None:
+            (w_row, w_extremes), w_col = made, None
+        else:
+            w_row, w_col = copies_of(w, linear_recipe.weight, wants, scales_of(scales, WEIGHT), None, own_scales)
     y = product("fprop", x_row, w_row, dtype, bias, prefer, groups)
     x_saved, x_tensors = saved(x_col if x_col is not None else x if need_dw else None)
     # A quantized weight is saved whole, like any parameter: torch sees that it was written before the backward pass.
     w_saved, w_tensors = saved(weight if w_col is None or isinstance(w, MXTensor) else w_col)
     # As in torch's own linear layer: FSDP2 warns of modules whose result is a view.
     y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[-2]))
-    return y, [*x_tensors, *w_tensors], SavedOperands(x_saved, w_saved, dgrad_want)
+    extremes = [] if w_extremes is None else [w_extremes]  # the weight is the last
+    return y, [*x_tensors, *extremes, *w_tensors], SavedOperands(x_saved, w_saved, dgrad_want, bool(extremes))
 
 
 def cast_weight(
@@ -242,12 +252,14 @@ def backward(
     scales: Scales | None, groups: Groups | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of x, weight and bias; ``tensors`` are those that ``forward`` gave to save."""
-    x_saved, w_saved, dgrad_want = operands
+    x_saved, w_saved, dgrad_want, has_extremes = operands
     linear_recipe, prefer, tensors = options.linear_recipe, options.prefer, iter(tensors)
     need_dx, need_dw, need_db = inputs.needs
     x_dtype, w_dtype, bias_dtype, dtype = inputs.dtypes
     dx = dw = db = None
-    x_col, weight = x_saved.gemm_operand(tensors), w_saved.gemm_operand(tensors)
+    x_col = x_saved.gemm_operand(tensors)
+    w_extremes = next(tensors) if has_extremes else None
+    weight = w_saved.gemm_operand(tensors)
     own_scales = inputs.stacked and linear_recipe.has_tensor_scales
     g = grad if inputs.stacked else as_matrix(grad)
     wgrad_want: Want = None
@@ -261,7 +273,10 @@ def backward(
     g_row, g_col = copies_of(g, linear_recipe.grad, wants, scales_of(scales, GRAD), groups, own_scales)
     if need_dx:
         w_col = weight
-        if w_saved.format is None and inputs.stacked:
+        if w_extremes is not None:
+            assert linear_recipe.weight.columnwise is not None
+            w_col = cast_columns_later(values_of(weight), linear_recipe.weight.columnwise, w_extremes)
+        elif w_saved.format is None and inputs.stacked:
             given = values_of(weight), linear_recipe.weight, (None, dgrad_want), scales_of(scales, WEIGHT)
             w_col = copies_of(*given, None, own_scales)[1]
         elif w_saved.format is None:

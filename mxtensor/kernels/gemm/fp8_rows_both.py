@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.devices import multiprocessors
 from ...core.names import dtype_name
 from ...numerics.cast import Cast
 from ...numerics.formats import Rounding
@@ -27,14 +28,15 @@ from ...numerics.groups import Groups
 from ...numerics.row_scaled import why_not
 from ..quantize import triton_tiles as tiles
 from ..quantize.triton_common import ceil_div, code_of, in_pairs, power_above, rows_of, seed_of
-from ..quantize.triton_constants import CastCode
 from ..runtime.triton_launch import device_code, launch, on, zeros
-from .fp8_rows_operand import RowCode, constants_of, rows_of_values, why_not_along_rows
+from .fp8_rows_operand import constants_of, rows_of_values, why_not_along_rows
 from .row_operand import INNER, RowOperand, sections
 from .scaled_mm_contract import MAX_GROUPS
 
 WIDEST = 16384
 """Columns of a row that one program keeps in registers."""
+BUSY = 12
+"""Warps of a multiprocessor that keep it busy: what the cast of rows as they are read needs to be faster."""
 PLACES = 1024
 """Pairs of a tile and a group that a program which finds the places of tiles looks at."""
 PADS = (32, 64, 128)
@@ -89,8 +91,7 @@ def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
         return _alone(x, cast) if rowwise else None, _alone(x.mT.contiguous(), cast)
     row = empty_operand(shape, cast, x.device) if rowwise else None
     column = empty_operand((*shape[:-2], shape[-1], shape[-2]), cast, x.device)
-    matrices = math.prod(shape[:-2])
-    _cast_both(rows_of(x), cast, row, column, _Matrices(matrices, shape[-2]))
+    _cast_both(rows_of(x), cast, row, column, _Matrices.of(x))
     return row, column
 
 
@@ -111,6 +112,11 @@ class _Matrices(NamedTuple):
     rows: int
     """of each matrix of a stack; of all groups"""
     groups: Groups | None = None
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Matrices:
+        """A stack, or one matrix."""
+        return cls(math.prod(x.shape[:-2]), x.shape[-2])
 
     @property
     def pad(self) -> int:
@@ -138,92 +144,129 @@ def _places(groups: Groups, high: int, tiles: int) -> Tensor:
     return out
 
 
-class _Layout(NamedTuple):
-    """What the launches of one cast share."""
+class _Passes:
+    """The passes over a matrix of all rows, in words of two values."""
 
-    code: CastCode
-    constants: RowCode
-    block: int
-    high: int
-    """rows of a tile"""
-    words: int
-    matrices: _Matrices
-    places: Tensor | None
-
-    @property
-    def given(self) -> tuple[Tensor | None, int, int, int]:
-        """The arguments of ``place``, and the words of a row."""
-        return self.places, self.matrices.number, self.matrices.rows, self.words
+    def __init__(self, x: Tensor, cast: Cast, matrices: _Matrices, form: str) -> None:
+        """``form``: in ``triton_tiles.ROW_SCALED``."""
+        self.x = x if in_pairs(x) else x.contiguous()
+        self.cast, self.matrices, self.form, device = cast, matrices, form, x.device
+        self.code, self.constants = code_of(cast, device), constants_of(cast.format.element, device)
+        self.block, self.words = cast.format.block[1], x.shape[1] // 2
+        self.spans, self.wide, self.warps = tiles.ROW_SCALED[form]
+        self.high = max(self.spans * 32, self.block, matrices.pad)
+        self.count = matrices.tiles(self.high)
+        places = None if matrices.groups is None else _places(matrices.groups, self.high, self.count)
+        self.given = places, matrices.number, matrices.rows, self.words, self.x.stride(0) // 2
 
     def even(self, wide: int) -> tuple[bool, bool]:
         """Whether all tiles of so many words, and all their rows, are whole."""
         whole = self.words % wide == 0
         return whole and self.matrices.groups is None and self.matrices.rows % self.high == 0, whole
 
-
-def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand, matrices: _Matrices) -> None:
-    """Fill both operands from the matrix of all rows."""
-    x = x if in_pairs(x) else x.contiguous()
-    (rows, cols), device = x.shape, x.device
-    code, constants, block = code_of(cast, device), constants_of(cast.format.element, device), cast.format.block[1]
-    seed, square = seed_of(cast, device), cast.format.square
-    at_once = row is not None and seed is None and not square and cols <= WIDEST
-    form = "" if row is None or at_once else "codes" if seed is None else "random codes"
-    spans, wide, warps = tiles.ROW_SCALED[form]
-    high, wide = max(spans * 32, block, matrices.pad), max(wide, block // 2)
-    count, columns = matrices.tiles(high), matrices.number * cols
-    extremes = zeros(columns + (rows if form else 0), device)
-    of_columns, of_rows = extremes[:columns], extremes[columns:] if form else None
-    with on(device):
-        places = None if matrices.groups is None else _places(matrices.groups, high, count)
-        layout = _Layout(code, constants, block, high, cols // 2, matrices, places)
-        if at_once:
-            assert row is not None
-            _rows_and_extremes(x, row, of_columns, layout, count)
-        else:
-            _extremes(x, of_rows, of_columns, layout, count, square)
-        components = row[:4] if row is not None and form else (None,) * 4
-        length = column.shape[-1]
+    def rows_and_extremes(self, row: RowOperand, of_columns: Tensor) -> None:
+        """Fill the operand of the rows and find the extremes of the columns."""
+        low, wide, warps = _one_read(self.block, self.words)
         launch(
-            device_code("row_scaled_both.cast_both_to_rows"),
-            count * ceil_div(layout.words, wide),
+            device_code("row_scaled_one_read.rows_and_extremes"),
+            self.count * (self.high // self.block),
+            (self.x, of_columns, *row[:4], *self.given, ceil_div(2 * self.words, self.block)),
+            (self.code, self.constants, self.high, low, wide, *self.even(wide), self.matrices.pad),
+            warps,
+        )
+
+    def extremes(self, of_rows: Tensor | None, of_columns: Tensor) -> None:
+        """Find the extremes of the columns and, if there is memory for them, of the rows."""
+        wide, warps = tiles.EXTREMES
+        wide = max(wide, self.block // 2)
+        launch(
+            device_code("row_scaled_both.extremes_of_both"),
+            self.count * ceil_div(self.words, wide),
+            (self.x, of_rows, of_columns, *self.given),
             (
-                x, of_rows, of_columns, *components, *column[:4], seed, *layout.given, x.stride(0) // 2, layout.words,
-                ceil_div(cols, block), ceil_div(length, block), length // INNER,
+                self.code, self.constants, self.high, wide, of_rows is not None, *self.even(wide), self.matrices.pad,
+                self.cast.format.square,
             ),
-            (code, constants, high // 32, wide, form != "", *layout.even(wide), matrices.pad, square),
             warps,
         )  # fmt: skip
 
+    def casts(self, row: RowOperand | None, column: RowOperand, of_rows: Tensor | None, of_columns: Tensor) -> None:
+        """Fill the operand of the transpose, and that of the rows if it is given."""
+        wide, length = max(self.wide, self.block // 2), column.shape[-1]
+        launch(
+            device_code("row_scaled_both.cast_both_to_rows"),
+            self.count * ceil_div(self.words, wide),
+            (
+                self.x, of_rows, of_columns, *((None,) * 4 if row is None else row[:4]), *column[:4],
+                seed_of(self.cast, self.x.device), *self.given, self.words, ceil_div(2 * self.words, self.block),
+                ceil_div(length, self.block), length // INNER,
+            ),
+            (
+                self.code, self.constants, self.high // 32, wide, row is not None, *self.even(wide), self.matrices.pad,
+                self.cast.format.square,
+            ),
+            self.warps,
+        )  # fmt: skip
 
-def _extremes(x: Tensor, of_rows: Tensor | None, of_columns: Tensor, layout: _Layout, count: int, square: bool) -> None:
-    """Find the extremes of the columns and, if there is memory for them, of the rows."""
-    wide, warps = tiles.EXTREMES
-    wide = max(wide, layout.block // 2)
-    launch(
-        device_code("row_scaled_both.extremes_of_both"),
-        count * ceil_div(layout.words, wide),
-        (x, of_rows, of_columns, *layout.given, x.stride(0) // 2),
-        (
-            layout.code, layout.constants, layout.high, wide, of_rows is not None, *layout.even(wide),
-            layout.matrices.pad, square,
-        ),
-        warps,
-    )  # fmt: skip
+
+def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand, matrices: _Matrices) -> None:
+    """Fill both operands from the matrix of all rows."""
+    (rows, cols), device = x.shape, x.device
+    columns, random = matrices.number * cols, cast.rounding is Rounding.STOCHASTIC
+    at_once = row is not None and why_not_at_once(x, cast) is None
+    form = "" if row is None or at_once else "random codes" if random else "codes"
+    extremes = zeros(columns + (rows if form else 0), device)
+    of_columns, of_rows = extremes[:columns], extremes[columns:] if form else None
+    with on(device):
+        passes = _Passes(x, cast, matrices, form)
+        if at_once:
+            assert row is not None
+            passes.rows_and_extremes(row, of_columns)
+        else:
+            passes.extremes(of_rows, of_columns)
+        passes.casts(row if form else None, column, of_rows, of_columns)
 
 
-def _rows_and_extremes(x: Tensor, row: RowOperand, of_columns: Tensor, layout: _Layout, count: int) -> None:
-    """Fill the operand of the rows and find the extremes of the columns."""
-    block, (at_a_time, of_warp) = layout.block, tiles.ONE_READ
-    wide = max(block // 2, power_above(layout.words - 1))
+# ---------------------------------------------------------------------------------------------- rows and extremes
+
+
+def _one_read(block: int, words: int) -> tuple[int, int, int]:
+    """(rows at a time, words, warps) of a program that casts a block of rows and finds the extremes of columns."""
+    at_a_time, of_warp = tiles.ONE_READ
+    wide = max(block // 2, power_above(words - 1))
     low = max(1, min(block, at_a_time // wide))
-    launch(
-        device_code("row_scaled_one_read.rows_and_extremes"),
-        count * (layout.high // block),
-        (x, of_columns, *row[:4], *layout.given, x.stride(0) // 2, ceil_div(2 * layout.words, block)),
-        (layout.code, layout.constants, layout.high, low, wide, *layout.even(wide), layout.matrices.pad),
-        max(1, min(16, low * wide // of_warp[wide >= 2 * at_a_time])),
-    )
+    return low, wide, max(1, min(16, low * wide // of_warp[wide >= 2 * at_a_time]))
+
+
+def why_not_at_once(x: Tensor, cast: Cast) -> str | None:
+    """Why the rows of a matrix that ``why_not_both`` accepts are not cast in the pass that finds the extremes of its
+    columns; None if they are."""
+    if x.dtype is not torch.bfloat16 or cast.rounding is not Rounding.NEAREST or cast.format.square:
+        return f"casts blocks along rows of bfloat16 to nearest, not {dtype_name(x.dtype)} to {cast.format}"
+    rows, cols, block = math.prod(x.shape[:-1]), x.shape[-1], cast.format.block[1]
+    if cols > WIDEST:
+        return f"has at most {WIDEST} columns in registers, got {cols}"
+    if ceil_div(rows, block) * _one_read(block, cols // 2)[2] < BUSY * multiprocessors(x.device):
+        return f"does not fill the device with {rows} rows"
+    return None
+
+
+def rows_and_extremes(x: Tensor, cast: Cast) -> tuple[RowOperand, Tensor]:
+    """The operand of a matrix or stack that ``why_not_both`` and ``why_not_at_once`` accept, and what
+    ``columns_by_extremes`` takes: int32 (matrices * cols,)."""
+    row, matrices = empty_operand(tuple(x.shape), cast, x.device), _Matrices.of(x)
+    extremes = zeros(matrices.number * x.shape[-1], x.device)
+    with on(x.device):
+        _Passes(rows_of(x), cast, matrices, "").rows_and_extremes(row, extremes)
+    return row, extremes
+
+
+def columns_by_extremes(x: Tensor, cast: Cast, extremes: Tensor) -> RowOperand:
+    """The operand of the transpose of what ``rows_and_extremes`` has read."""
+    column = empty_operand((*x.shape[:-2], x.shape[-1], x.shape[-2]), cast, x.device)
+    with on(x.device):
+        _Passes(rows_of(x), cast, _Matrices.of(x), "").casts(None, column, None, extremes)
+    return column
 
 
 def _alone(x: Tensor, cast: Cast) -> RowOperand:

@@ -17,7 +17,16 @@ from ..quantize.triton_common import SOURCES, refuses
 from ..quantize.triton_ops import cast_arguments
 from ..runtime.check import check_argument, check_codes, check_device
 from ..runtime.recorded_op import recorded
-from .fp8_rows_both import Pair, rows_of_both, rows_of_groups, why_not_both, why_not_groups
+from .fp8_rows_both import (
+    Pair,
+    columns_by_extremes,
+    rows_and_extremes,
+    rows_of_both,
+    rows_of_groups,
+    why_not_at_once,
+    why_not_both,
+    why_not_groups,
+)
 from .fp8_rows_operand import matrix_of, rows_of_operand, rows_of_values, why_not_in_one
 from .row_operand import INNER, RowOperand, sections
 from .spec import Form
@@ -120,6 +129,49 @@ def _(x, ends, block, format, scaling, rounding, seed, amax_epsilon, rowwise):  
     return [x.new_empty(size, dtype=torch.uint8) for size in sizes]
 
 
+@custom_ops.define("mxtensor::cast_rows_and_extremes")
+@recorded
+def cast_rows_and_extremes(
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
+) -> list[Tensor]:
+    """``rows_and_extremes``: the memory of the operand of the rows, and the extremes of the columns."""
+    op, cast = "mxtensor::cast_rows_and_extremes", Cast.of(format, scaling, rounding, seed, amax_epsilon)
+    _check_at_once(op, x, cast)
+    row, extremes = rows_and_extremes(x, cast)
+    return [row.memory, extremes]  # type: ignore[list-item]
+
+
+@custom_ops.fake_of(cast_rows_and_extremes)
+def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
+    size = sections(get_format(format), tuple(x.shape))[1]
+    return [x.new_empty(size, dtype=torch.uint8), x.new_empty(x.numel() // x.shape[-2], dtype=torch.int32)]
+
+
+@custom_ops.define("mxtensor::cast_columns_by_extremes")
+@recorded
+def cast_columns_by_extremes(
+    x: Tensor, extremes: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
+) -> Tensor:
+    """``columns_by_extremes``: the memory of the operand of the transpose."""
+    op, cast = "mxtensor::cast_columns_by_extremes", Cast.of(format, scaling, rounding, seed, amax_epsilon)
+    _check_at_once(op, x, cast)
+    check_argument(op, "extremes", extremes, (torch.int32,), (x.numel() // x.shape[-2],), x.device)
+    return columns_by_extremes(x, cast, extremes).memory  # type: ignore[return-value]
+
+
+@custom_ops.fake_of(cast_columns_by_extremes)
+def _(x, extremes, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
+    return x.new_empty(sections(get_format(format), tuple(x.mT.shape))[1], dtype=torch.uint8)
+
+
+def _check_at_once(op: str, x: Tensor, cast: Cast) -> None:
+    check_argument(op, "x", x, (torch.bfloat16,), (None,) * max(2, min(x.dim(), 3)), x.device)
+    check_device(op, x)
+    reason = why_not_both(x, cast) or why_not_at_once(x, cast)
+    if reason is not None:
+        raise ValueError(f"{op} {reason}")
+
+
 # ---------------------------------------------------------------------------------------------- the kernel
 
 
@@ -178,7 +230,7 @@ PAIR = Kernel("triton rows", refuses_rows(why_not_both), _run, "cuda", _run_trac
 
 
 def _no_refusal(*_: object) -> None:
-    """``cast_groups`` asks before."""
+    """``cast_groups`` and ``cast_rows_first`` ask before."""
 
 
 def _run_groups_traced(x: Tensor, cast: Cast, groups: Groups, rowwise: bool) -> Pair:
@@ -189,3 +241,17 @@ def _run_groups_traced(x: Tensor, cast: Cast, groups: Groups, rowwise: bool) -> 
 
 
 GROUPS = Kernel("triton rows", _no_refusal, rows_of_groups, "cuda", _run_groups_traced)
+
+
+def _run_first_traced(x: Tensor, cast: Cast) -> tuple[RowOperand, Tensor]:
+    memory, extremes = cast_rows_and_extremes(x.detach(), *cast_arguments(cast))
+    return RowOperand.inside(memory, cast.format, tuple(x.shape)), extremes
+
+
+def _run_second_traced(x: Tensor, cast: Cast, extremes: Tensor) -> RowOperand:
+    memory = cast_columns_by_extremes(x.detach(), extremes, *cast_arguments(cast))
+    return RowOperand.inside(memory, cast.format, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
+
+
+ROWS_FIRST = Kernel("triton rows", _no_refusal, rows_and_extremes, "cuda", _run_first_traced)
+COLUMNS_LATER = Kernel("triton rows", _no_refusal, columns_by_extremes, "cuda", _run_second_traced)

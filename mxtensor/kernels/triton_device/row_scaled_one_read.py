@@ -49,9 +49,9 @@ def rows_and_extremes(
     whole row. column_ptr (count, 2 * words). ``places_ptr`` to ``rows`` and PAD: see ``place``, of ``count`` matrices.
     EVEN: all tiles are whole; WIDE: a row has BK words."""
     NB: tl.constexpr = 2 * BK // C.block
-    PARTS: tl.constexpr = HIGH // C.block
-    matrix, _inner, first, there, _to, _left = place(tl.program_id(0) // PARTS, places_ptr, rows, HIGH, PAD)
-    before = tl.program_id(0) % PARTS * C.block
+    BLOCKS: tl.constexpr = HIGH // C.block
+    matrix, _inner, first, there, _to, _left = place(tl.program_id(0) // BLOCKS, places_ptr, rows, HIGH, PAD)
+    before = tl.program_id(0) % BLOCKS * C.block
     there = tl.minimum(there - before, C.block)
     if there <= 0:
         return

@@ -37,6 +37,7 @@ def both_ways(rows, cols):
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
+    monkeypatch.setattr(fp8_rows_both, "BUSY", 0)
     monkeypatch.setattr(triton_tiles, "EXTREMES", (16, 4))
     monkeypatch.setattr(triton_tiles, "ONE_READ", (256, triton_tiles.ONE_READ[1]))
     for form in triton_tiles.ROW_SCALED:

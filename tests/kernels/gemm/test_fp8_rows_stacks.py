@@ -8,10 +8,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
 from mxtensor.kernels.gemm import fp8_rows_both, fp8_rows_ops
-from mxtensor.kernels.gemm.fp8_rows_both import rows_of_both, rows_of_groups, why_not_groups
+from mxtensor.kernels.gemm.fp8_rows_both import (
+    columns_by_extremes,
+    rows_and_extremes,
+    rows_of_both,
+    rows_of_groups,
+    why_not_at_once,
+    why_not_groups,
+)
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize import triton_tiles
-from mxtensor.kernels.quantize.select_pair import cast_groups
+from mxtensor.kernels.quantize.select_pair import cast_groups, cast_rows_first
 from mxtensor.numerics.groups import Groups
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
@@ -30,6 +37,7 @@ SIZES = [5, 0, 40, 33]
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
     if not torch.cuda.is_available():
+        monkeypatch.setattr(fp8_rows_both, "BUSY", 0)
         monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 4))
         monkeypatch.setattr(triton_tiles, "ONE_READ", (256, triton_tiles.ONE_READ[1]))
         for form in triton_tiles.ROW_SCALED:
@@ -115,6 +123,9 @@ def stack_case(device, name, shape):
     alone, other = rows_of_both(x, cast, rowwise=False)
     assert alone is None
     check_stack(other, x.mT.contiguous(), cast)
+    row, extremes = rows_and_extremes(x, cast)
+    check_stack(row, x, cast)
+    check_stack(columns_by_extremes(x, cast, extremes), x.mT.contiguous(), cast)
 
 
 def groups_case(device, name, sizes, after, cols, block):
@@ -235,7 +246,21 @@ def test_what_is_not_cast_by_groups():
         ("at most 1023 groups, got 1024", x, cast, Groups(torch.zeros(1024, dtype=torch.int32), 32, 32)),
     ):
         assert words in why_not_groups(*case)
-    assert cast_groups(x, cast, groups, True) is None  # on a CPU
+    assert cast_groups(x, cast, groups, True) is None and cast_rows_first(x, cast) is None  # on a CPU
+
+
+def test_which_rows_are_cast_as_they_are_read(monkeypatch):
+    monkeypatch.setattr(fp8_rows_both, "BUSY", 12)
+    x, cast = torch.empty(4096, 4096, dtype=BF16), mx.Cast.of("mxfp8")
+    assert why_not_at_once(x, cast) is None
+    for words, *case in (
+        ("does not fill the device with 64 rows", x[:64], cast),
+        ("to nearest, not float32", x.float(), cast),
+        ("not bfloat16 to mxfp8_e4m3[32x32]", x, mx.Cast.of("mxfp8[32x32]")),
+        ("to nearest", x, mx.Cast.of("mxfp4", rounding="stochastic")),
+        ("at most 16384 columns", torch.empty(4096, 16416, dtype=BF16), cast),
+    ):
+        assert words in why_not_at_once(*case)
 
 
 def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend, monkeypatch):
@@ -257,6 +282,18 @@ def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend, monkeypatch):
         assert len(ops.cast_groups_to_rows(fake_x, ends, 32, *arguments, False)) == 1
     for made, other in zip(eager, fake, strict=True):
         assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in other]
+    first, second = ops.cast_rows_and_extremes, ops.cast_columns_by_extremes
+    made = first(stack, *arguments)
+    made.append(second(stack, made[1], *arguments))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake_stack = torch.empty(2, 32, 64, dtype=BF16)
+        other = first(fake_stack, *arguments)
+        other.append(second(fake_stack, other[1], *arguments))
+    assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in other]
+    with pytest.raises(ValueError, match="at most 16384 columns in registers, got 32768"):
+        first(torch.zeros(16, 32768, dtype=BF16), *arguments)
+    with pytest.raises(ValueError, match=r"extremes must have shape \(128,\)"):
+        second(stack, made[1][1:], *arguments)
     with pytest.raises(ValueError, match="pads groups to"):
         ops.cast_groups_to_rows(x, groups.given, 96, *arguments, True)
 
