@@ -2,8 +2,8 @@
 
 Host side of ``triton_device/row_scaled_both.py`` and ``row_scaled_one_read.py``. The first pass finds the largest scale
 of each column, and casts the rows: they stay in registers until their scale is known. The second one casts the columns.
-Rows that are longer than that, square blocks, and values that are rounded stochastically are cast both ways in the
-second pass; then the first finds the largest scales of rows, too. A cast casts and re-expresses at once. Blocks may be
+Rows that are longer than that or few, square blocks, and values rounded stochastically are cast both ways in the second
+pass; then the first finds the largest scales of rows, too. A cast casts and re-expresses at once. Blocks may be
 any distance apart: see ``numerics/row_scaled.py``. The kernels read words of two bfloat16; values of other dtypes, such
 as float32 weights under torch.autocast, take a cast each way. Square blocks of the transpose are those of the matrix,
 transposed.
