@@ -29,7 +29,6 @@ from ..tensor.quantize_as import quantize_as
 from .destination import check_separate
 from .known import Known
 from .layout import Layout, Written, check_shapes
-from .matrices import matrix_orientation
 from .recipes import Recipes, ends_in, raise_nothing_quantized
 from .registry import layout_of, opened
 from .relative_error import relative_error
@@ -152,9 +151,8 @@ class _Casts:
 
     def _cast(self, name: str, shape: Sequence[int]) -> tuple[Orientation | None, LinearRecipe | None]:
         """How a tensor of this name and shape would be quantized; None for one that stays as it is."""
-        side = matrix_orientation(name, shape, self.written.config)
         recipe, left_out = self.recipes.of(name)
-        return side and (self.written.known.orientation(name) or side), None if left_out else recipe
+        return self.written.orientation(name, shape), None if left_out else recipe
 
     def check_shapes(self, checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> None:
         """Raise NotImplementedError for values that would be quantized in shapes that the layout does not hold."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.cast import Cast
-from ..numerics.formats import FORMATS, Format
+from ..numerics.formats import FORMATS, Format, Orientation
 from ..numerics.validate import check_components
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
@@ -62,8 +62,12 @@ class Written:
             return
         if value.dim() == 2 and name.endswith(".weight"):
             self.others.append(name)
-        elif value.dim() == 3 and matrix_orientation(name, value.shape, self.config) is not None:
+        elif value.dim() == 3 and self.orientation(name, value.shape) is not None:
             self.stacks.append(name)
+
+    def orientation(self, name: str, shape: Sequence[int]) -> Orientation | None:
+        """Which dimension of a tensor products contract; None: no product has it. The model decides if it is known."""
+        return self.known.orientation(name) or matrix_orientation(name, shape, self.config)
 
     def is_expert(self, name: str) -> bool:
         """Whether a matrix is one expert of many, which the model stacks."""

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are matrices of products, by name and shape: no module is there to ask.
+"""Which tensors of a checkpoint are matrices of products, by name and shape, if no model is there to ask.
 
 A mixture of experts often stores the experts of a layer as one tensor of three dimensions. Convolutions have three
 dimensions, too, so that names decide.

@@ -99,6 +99,10 @@ def _llama4():
     return tf.Llama4ForCausalLM(config)
 
 
+def _aria():
+    return tf.AriaTextForCausalLM(tf.AriaTextConfig(**TEXT, moe_num_experts=2, moe_topk=1, moe_num_shared_experts=1))
+
+
 def _bark():
     config = tf.BarkSemanticConfig(
         input_vocab_size=64, output_vocab_size=64, hidden_size=64, num_layers=1, num_heads=4, block_size=32
@@ -126,8 +130,8 @@ def _siglip():
 MODELS = {
     "llava": _llava, "qwen2_vl": _qwen2_vl, "phimoe": _phimoe, "neox": _neox, "vit": _vit, "swin": _swin,
     "dinov2": _dinov2, "nomic_bert": _nomic_bert, "gte": _gte, "granite_moe": _granite_moe,
-    "qwen3_vl_moe": _qwen3_vl_moe, "rwkv": _rwkv, "gpt2": _gpt2, "llama4": _llama4, "bark": _bark, "mamba2": _mamba2,
-    "zamba2": _zamba2, "siglip": _siglip,
+    "qwen3_vl_moe": _qwen3_vl_moe, "aria": _aria, "rwkv": _rwkv, "gpt2": _gpt2, "llama4": _llama4, "bark": _bark,
+    "mamba2": _mamba2, "zamba2": _zamba2, "siglip": _siglip,
 }  # fmt: skip
 
 
