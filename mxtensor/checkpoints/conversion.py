@@ -116,9 +116,12 @@ class _Casts:
     def of(self, name: str, value: Tensor) -> Tensor:
         """The tensor that is stored: ``value`` itself if it stays as it is."""
         side, recipe = self._cast(name, value.shape)
-        if side is None or recipe is None or not value.is_floating_point() or not value.numel():
+        if recipe is None or not value.is_floating_point() or not value.numel():
             return value
         plain, fits = not isinstance(value, MXTensor), value.dim() in self.layout.dims
+        if side is None:  # such as a stack whose rows transformers interleaves, under a name that tells nothing
+            self.report.left += [name] if plain and self.written.known.quantizes(name) else []
+            return value
         others = self._why_left(name, value.dim(), side, recipe) if plain else None
         if others is not None:
             others.append(name)

@@ -103,6 +103,12 @@ def _aria():
     return tf.AriaTextForCausalLM(tf.AriaTextConfig(**TEXT, moe_num_experts=2, moe_topk=1, moe_num_shared_experts=1))
 
 
+def _inkling2():
+    own = {"head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
+           "unpadded_vocab_size": 96, "n_routed_experts": 2, "num_experts_per_tok": 1}  # fmt: skip
+    return tf.Inkling2ForCausalLM(tf.Inkling2TextConfig(**TEXT | own))
+
+
 def _bark():
     config = tf.BarkSemanticConfig(
         input_vocab_size=64, output_vocab_size=64, hidden_size=64, num_layers=1, num_heads=4, block_size=32
@@ -130,8 +136,8 @@ def _siglip():
 MODELS = {
     "llava": _llava, "qwen2_vl": _qwen2_vl, "phimoe": _phimoe, "neox": _neox, "vit": _vit, "swin": _swin,
     "dinov2": _dinov2, "nomic_bert": _nomic_bert, "gte": _gte, "granite_moe": _granite_moe,
-    "qwen3_vl_moe": _qwen3_vl_moe, "aria": _aria, "rwkv": _rwkv, "gpt2": _gpt2, "llama4": _llama4, "bark": _bark,
-    "mamba2": _mamba2, "zamba2": _zamba2, "siglip": _siglip,
+    "qwen3_vl_moe": _qwen3_vl_moe, "aria": _aria, "inkling2": _inkling2, "rwkv": _rwkv, "gpt2": _gpt2,
+    "llama4": _llama4, "bark": _bark, "mamba2": _mamba2, "zamba2": _zamba2, "siglip": _siglip,
 }  # fmt: skip
 
 
