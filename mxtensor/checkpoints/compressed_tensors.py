@@ -284,6 +284,7 @@ COMPRESSED_TENSORS = Layout(
     whole=lambda format: columns_of_blocks(format) if format.block[0] == 1 else (1, 1),
     config=_config,
     operations=MERGES,
+    stacks_scales=False,  # CompressedTensorsDequantize of transformers 5.23 reads no weight_global_scale of experts
     shared=False,
     row_operations=SPLITS,
     formats=", ".join(SCHEMES),

@@ -28,7 +28,7 @@ from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from .destination import check_separate
 from .known import Known
-from .layout import Layout, Written, check_shapes
+from .layout import MERGES, Layout, Written, check_shapes
 from .recipes import Recipes, ends_in, raise_nothing_quantized
 from .registry import layout_of, opened
 from .relative_error import relative_error
@@ -75,6 +75,9 @@ class Conversion:
     not_finite: list[str] = field(default_factory=list)
     """Tensors with NaN or Inf that were quantized: the blocks that have one decode to NaN or zeros."""
 
+    misread: list[str] = field(default_factory=list)
+    """Matrices of experts that transformers 5.23 decodes without their global scale (NVFP4), and without an error."""
+
     left: list[str] = field(default_factory=list)
     """Other matrices that would have been quantized, and stay as they were: transformers splits or joins them without a
     look at codes, two layers share them, or the layout does not hold matrices (in, out), or those that are not called
@@ -92,6 +95,11 @@ class Conversion:
             lines.append(
                 f"{len(self.stacks)} tensors of experts stay as they were, such as {self.stacks[0]}: readers of the "
                 f"layout {self.layout} take none that are quantized (the layout native holds stacks)"
+            )
+        if self.misread:
+            lines.append(
+                f"{len(self.misread)} matrices of experts, such as {self.misread[0]}, are for vLLM: transformers 5.23 "
+                "decodes them without their global scale, to garbage (it reads the layout native, or another format)"
             )
         if self.left:
             lines.append(
@@ -169,6 +177,11 @@ class _Casts:
             if self._why_left(name, len(shape), side, recipe) is None:
                 found[name] = shape, recipe.stored.format
         check_shapes("convert", self.layout, found, "name their modules in skip= ({})")
+
+    def is_misread(self, name: str, value: MXTensor) -> bool:
+        """Whether transformers leaves out the global scale of a matrix that it stacks."""
+        merges = self.written.known.loaded(name).operations in MERGES
+        return merges and value.format.global_scale and not self.layout.stacks_scales
 
     def _why_left(self, name: str, dims: int, side: Orientation, recipe: LinearRecipe) -> list[str] | None:
         """The list to which the name of a tensor belongs that the layout, or its readers, do not take as codes."""
@@ -268,7 +281,9 @@ def _convert_tensors(
                 sink.add(*chosen.unchanged(checkpoint, name))
             else:
                 store_tensor(sink, chosen, casts.written, name, new)
-            quantized |= isinstance(new, MXTensor)
+            if isinstance(new, MXTensor):
+                quantized = True
+                report.misread += [name] if casts.is_misread(name, new) else []
     for names in (report.stacks, report.left, report.not_finite, casts.unfit):
         names.sort()  # threads have added to them in any order
     return quantized

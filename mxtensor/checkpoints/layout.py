@@ -135,6 +135,8 @@ class Layout:
     operations: tuple[tuple[str, ...], ...] | None = None
     """The operations of transformers that its reader does on codes, or on what it has decoded, each as ``Loaded`` has
     them; None: transformers does not read the layout."""
+    stacks_scales: bool = True
+    """Whether its reader in transformers applies the global scales of the matrices that it stacks."""
     row_operations: tuple[tuple[str, ...], ...] = ()
     """Those that it does on codes and on scales, one by one: right for scales that belong to rows."""
     shared: bool = True

@@ -47,8 +47,8 @@ def convert(arguments: argparse.Namespace) -> int:
     before, after = _size(arguments.source), _size(arguments.output)
     fields = {
         "source": report.source, "layout": report.layout, "errors": report.errors, "exact": report.exact,
-        "dropped": report.dropped, "stacks": report.stacks, "not_finite": report.not_finite,
-        "bytes_before": before, "bytes_after": after,
+        "dropped": report.dropped, "stacks": report.stacks, "misread": report.misread,
+        "not_finite": report.not_finite, "bytes_before": before, "bytes_after": after,
     }  # fmt: skip
     text = f"{report}\nwrote {arguments.output}: {readable_size(after)}, before {readable_size(before)}"
     return show(arguments, text, fields)

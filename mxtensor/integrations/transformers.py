@@ -59,7 +59,10 @@ class MXQuantizationConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers' enum has its own methods only
         if format is not None and not isinstance(format, str):
-            raise TypeError(f"TransformersConfig takes the name of a format, not {described(format)}")
+            raise TypeError(
+                f"TransformersConfig takes the name of a format, not {described(format)}; for a format for each name "
+                "(FqnToConfig, a plan) call mx.checkpoints.convert, or mx.quantize_ after loading"
+            )
         if isinstance(skip, str) or not all(isinstance(name, str) for name in skip):
             raise TypeError(f"TransformersConfig: skip must be names of modules, got {described(skip)}")
         if "modules_to_not_convert" in unused:
