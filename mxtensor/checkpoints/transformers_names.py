@@ -77,6 +77,10 @@ class Loaded(NamedTuple):
         """The modules that have the parameters."""
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in self.parameters))
 
+    def is_itself(self, name: str) -> bool:
+        """Whether the tensor called ``name`` is the parameter of the same name, as it is stored."""
+        return self.parameters == (name,) and not self.operations
+
 
 def loaded_by(model: nn.Module, stored: Iterable[str], transforms: Iterable[Any] | None = None) -> dict[str, Loaded]:
     """Name in the files -> what transformers' ``model`` makes of the tensor.

@@ -45,6 +45,7 @@ from .transformers_load import (
     patterns_of,
     place,
     prepare,
+    sparing,
 )
 
 METHOD = "mxtensor"
@@ -222,7 +223,8 @@ class MXQuantizer(HfQuantizer):
             for one in self._transforms
             if isinstance(one, WeightConverter) and tuple(type(op).__name__ for op in one.operations) in MERGES
         }
-        renamings = [other for one in weight_conversions for other in (one, *for_codes(one))]
+        own = {name + side for name, taken in self._taken.items() if taken.is_itself(name) for side in SIDES}
+        renamings = [sparing(other, own) for one in weight_conversions for other in (one, *for_codes(one))]
         usual = super().update_weight_conversions(renamings, model)
         return [*self._splits(), *self._merges.values(), *usual]
 

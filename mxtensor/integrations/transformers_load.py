@@ -223,6 +223,32 @@ def for_codes(one: Any) -> Iterator[Any]:
         yield from (one.copy([source + side], [target + side]) for side in SIDES)
 
 
+class Sparing(WeightRenaming):
+    """A renaming that leaves ``keys`` alone: those of codes whose parameter has its own name in the files.
+
+    transformers keeps such a name of a parameter, which it finds in the model, but not those of its codes.
+    """
+
+    __slots__ = ("keys",)
+
+    def __init__(self, source_patterns: Any, target_patterns: Any, keys: Collection[str] = ()) -> None:
+        super().__init__(source_patterns, target_patterns)
+        self.keys = keys
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return (source_key, None) if source_key in self.keys else super().rename_source_key(source_key)
+
+
+def sparing(one: Any, keys: Collection[str]) -> Any:
+    """``one``, or a ``Sparing`` one if it is a renaming that would change one of ``keys``."""
+    if type(one) is not WeightRenaming or all(one.rename_source_key(key)[0] == key for key in keys):
+        return one
+    sources, targets = patterns_of(one)
+    copy = Sparing([*sources], [*targets], keys)  # it may change its lists
+    copy.scope_prefix, copy.base_model_prefix = one.scope_prefix, one.base_model_prefix
+    return copy
+
+
 def keep_codes(model: Any, names: Collection[str]) -> None:
     """Tell transformers to store what it has split one by one if it is codes, and the biases with it.
 

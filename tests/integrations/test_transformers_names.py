@@ -106,3 +106,16 @@ def test_other_names_of_a_checkpoint_are_given_by_key_mapping(tmp_path):
     found = type(model).from_pretrained(tmp_path / "out", key_mapping={r"^other\.blocks": "gpt_neox.layers"}).eval()
     assert quantized(found) == quantized(mx.quantize_(model, FORMAT))
     assert torch.equal(output(found), output(model))
+
+
+def test_names_of_the_model_stay_where_a_renaming_matches_them(tmp_path):
+    """As of parameters in high precision: in Laguna, ``shared_expert.`` also matches ``shared_experts``."""
+    model = mx.quantize_(built("neox"), FORMAT)
+    mx.checkpoints.save(model, tmp_path)
+    names = {"attention.dens.": "attention.dense."}
+    found, loading = type(model).from_pretrained(tmp_path, key_mapping=names, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    assert quantized(found) == quantized(model) and torch.equal(output(found.eval()), output(model))
+    found.save_pretrained(tmp_path / "saved")
+    found = type(model).from_pretrained(tmp_path / "saved", key_mapping=names).eval()
+    assert quantized(found) == quantized(model) and torch.equal(output(found), output(model))
