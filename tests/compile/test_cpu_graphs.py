@@ -80,7 +80,7 @@ def test_runs_have_the_results_of_the_generated_code(config, rows):
 
 def ops_of_a_run(f, *args):
     """The ops of this package that torch calls in a run."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         f(*args)
     return {event.key for event in profile.key_averages() if event.key.startswith("mxtensor::")}
 

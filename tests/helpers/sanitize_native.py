@@ -39,6 +39,7 @@ TESTS = {
     ),
     "attention": ("tests/kernels/attention/test_attention.py", "-k", "not triton and not device"),
     "attention of values": ("tests/kernels/attention/test_values_cpu.py",),
+    "CPU graphs": ("tests/compile/test_cpu_graphs.py", "-k", "not without_a_compiler and not gradients"),
     "calls of the driver": ("tests/kernels/runtime/test_host_calls.py", "-k", "not without_the_module"),
     "CUDA sources": ("tests/kernels/small_m/test_small_m.py", "-k", SOME),
 }
