@@ -42,7 +42,8 @@ _OPERANDS = attrgetter("_rowwise", "_columnwise", "_rotated")
 """What an MXTensor has its components from; to list those takes longer."""
 
 
-def _joined(lists: Iterable[Iterable[Any]]) -> list[Any]:
+def joined(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    """One list of what all of them have."""
     return list(chain.from_iterable(lists))
 
 
@@ -68,8 +69,8 @@ class Sources:
         self._others = self._others_of(args)
         self._ours, self._foreign = self._ours_of(args), self._foreign_of(args)
         self._operands, self._components = (
-            _joined(map(_OPERANDS, self._ours)),
-            _joined(map(components_of, self._foreign)),
+            joined(map(_OPERANDS, self._ours)),
+            joined(map(components_of, self._foreign)),
         )
         places = {id(arg): i for i, arg in enumerate(args) if is_plain(arg)}
         components = {id(part) for i in wrappers for part in components_of(args[i])}
@@ -82,8 +83,8 @@ class Sources:
         return (
             same(ours, self._ours)
             and same(foreign, self._foreign)
-            and same(_joined(map(_OPERANDS, ours)), self._operands)
-            and same(_joined(map(components_of, foreign)), self._components)
+            and same(joined(map(_OPERANDS, ours)), self._operands)
+            and same(joined(map(components_of, foreign)), self._components)
             and self._others_of(args) == self._others
         )
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from ..compile.cpu_graphs import CpuGraph, ReplacedError, backend
-from ..compile.cpu_recording import same
+from ..compile.cpu_recording import joined, same
 from ..core.arguments import described
 from ..core.compat_compile import compiled_alone
 
@@ -82,11 +81,11 @@ class Decoding:
         if args or torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_step(kwargs):
             return eager(*args, **kwargs)
         modules, found = self._modules
-        if not same(_joined(map(dict.values, modules)), found):
+        if not same(joined(map(dict.values, modules)), found):
             self._compile()
         if not self._modules[0]:
             dicts = _dicts(self.model, "_modules")
-            self._modules, self._names = (dicts, _joined(map(dict.values, dicts))), self._parameter_names()
+            self._modules, self._names = (dicts, joined(map(dict.values, dicts))), self._parameter_names()
         try:
             return self._step(eager, kwargs)
         except (KeyError, AttributeError):
@@ -98,17 +97,13 @@ class Decoding:
         return self(**kwargs)
 
     def _parameter_names(self) -> list[str]:
-        return _joined(_dicts(self.model, "_parameters"))
+        return joined(_dicts(self.model, "_parameters"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Decoding:
         return Decoding(copy.deepcopy(self.model, memo), copy.deepcopy(self.own, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Decoding, (self.model, self.own)
-
-
-def _joined(lists: Iterable[Iterable[Any]]) -> list[Any]:
-    return list(chain.from_iterable(lists))
 
 
 def _dicts(model: Any, kind: str) -> list[dict[str, Any]]:

@@ -120,7 +120,7 @@ bool is_observed(const at::RecordFunction& function) {
   return recording && name && name->name != "mxtensor::cpu_graph_end";
 }
 
-bool is_recorded(const c10::OperatorName& name) {
+bool is_op_of_call(const c10::OperatorName& name) {
   const auto& op = recording->calls.back().op;
   return op && op->operator_name() == name;
 }
@@ -129,7 +129,7 @@ std::unique_ptr<at::ObserverContext> op_starts(const at::RecordFunction& functio
   if (!is_observed(function)) return nullptr;
   const auto name = function.operator_name();
   if (depth++) {
-    others += !is_recorded(*name);
+    others += !is_op_of_call(*name);
     return nullptr;
   }
   Call& call = recording->calls.emplace_back();
@@ -143,7 +143,7 @@ std::unique_ptr<at::ObserverContext> op_starts(const at::RecordFunction& functio
 void op_ends(const at::RecordFunction& function, at::ObserverContext*) {
   if (!is_observed(function)) return;
   if (--depth) {
-    others -= !is_recorded(*function.operator_name());
+    others -= !is_op_of_call(*function.operator_name());
     return;
   }
   Call& call = recording->calls.back();

@@ -59,16 +59,16 @@ Tensor cpu_linear_shared(const Tensor& given, at::TensorList data, at::TensorLis
     MX_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
     c = cast_of(cast, amax_epsilon);
   }
-  std::vector<Problem> now = all;
+  const std::vector<Problem> before_cast = is_recorded() ? all : std::vector<Problem>();
   Tensor memory;
-  if (c) memory = cast_x(now, *c, x.options());
-  const int64_t few = few_rows(now[0]);
-  if (rows > few || !by_codes(now.data(), count, x.options())) {
+  if (c) memory = cast_x(all, *c, x.options());
+  const int64_t few = few_rows(all[0]);
+  if (rows > few || !by_codes(all.data(), count, x.options())) {
     int64_t first = 0;
-    for (size_t i = 0; i < count; first += all[i].n, i++) by_blas(now[i], few, x, bias[i], out.narrow(1, first, all[i].n));
+    for (size_t i = 0; i < count; first += all[i].n, i++) by_blas(all[i], few, x, bias[i], out.narrow(1, first, all[i].n));
     return out;
   }
-  offer(out, [&] { return replay(all, c, unowned(x), scaled && !has_global_scale(cast)); });
+  offer(out, [&] { return replay(before_cast, c, unowned(x), scaled && !has_global_scale(cast)); });
   return out;
 }
 

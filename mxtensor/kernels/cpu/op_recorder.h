@@ -20,9 +20,11 @@ at::Tensor unowned(const at::Tensor& t) {
   return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), t.options().requires_grad(false));
 }
 
+bool is_recorded() { return recorder.wants && recorder.wants(); }
+
 // Offers what ``function`` returns, which writes ``result``, if it is wanted.
 template <typename Function> void offer(const at::Tensor& result, Function&& function) {
-  if (!recorder.wants || !recorder.wants()) return;
+  if (!is_recorded()) return;
   Replay replay = function();
   recorder.take(&replay, result.const_data_ptr());
 }
