@@ -31,15 +31,22 @@ def fresh():
 
 
 class Compiled:
-    """A function, compiled; ``graph`` is the CPU graph of its one compiled graph."""
+    """A function, compiled; ``graph`` is the CPU graph of its one compiled graph.
+
+    The first call's arguments live until the second call ends, so that new ones of the second are at other addresses,
+    and are copied from then on: what runs from the third call on does not depend on the allocator.
+    """
 
     def __init__(self, function, **options):
-        self.graphs = []
+        self.graphs, self._calls, self._alive = [], 0, None
         self.function = torch.compile(function, fullgraph=True, backend=backend(self.graphs), **options)
 
     def __call__(self, *args):
+        self._calls += 1
         with torch.no_grad():
-            return self.function(*args)
+            results = self.function(*args)
+        self._alive = args if self._calls == 1 else None
+        return results
 
     @property
     def graph(self):
