@@ -116,7 +116,7 @@ void integer_dots(const Problem& p, const I& decode, const char* x, int64_t x_by
       const uint8_t* from = w + o * w_step + at * I::BYTES;
       const Bits codes = decltype(whole)::value && I::BYTES == 64 ? _mm512_loadu_si512(from)
                                                                   : _mm512_maskz_loadu_epi8(first_bytes(bytes), from);
-      _mm_prefetch(reinterpret_cast<const char*>(ahead + (at * OUTS + o) * I::BYTES), _MM_HINT_T1);
+      fetch(ahead + (at * OUTS + o) * I::BYTES);
       decode(codes, values[o]);
       scale[o] = scales(o, at);
     }
