@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +14,9 @@ from ..core.names import dtype_name
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.quantize_as import quantize_as
+from ..training.local import is_sharded, local_of
 from ..training.training_weight import values_of
+from .sharded import refuse_sharded
 from .weights import Weight, codes_of_others
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -60,8 +62,28 @@ def checked_changes(model: nn.Module, weights: Sequence[tuple[Weight, LinearReci
     return list(changes.values())
 
 
+def check_shards(changes: Sequence[Change]) -> None:
+    """Raise ValueError for a DTensor that would train, NotImplementedError for one whose shards cannot be quantized one
+    by one. Nothing is communicated: all ranks decide alike."""
+    for change in changes:
+        weight: Any = change.places[0][0]._parameters[change.places[0][1]]
+        if not is_sharded(weight):
+            continue
+        if change.recipe.trains:
+            refuse_sharded(weight, change.fqn)
+        from ..tensor.quantize_shards import why_not_by_shards
+
+        reason = why_not_by_shards(weight, change.recipe.stored, change.orientation)
+        if reason is not None:
+            raise NotImplementedError(
+                f"quantize_: the shards of {change.fqn} {tuple(weight.shape)}, {weight.placements}, cannot be "
+                f"quantized one by one: {reason}; use a format with a scale for each block, or quantize a model that "
+                "is not sharded and has loaded the full state dict"
+            )
+
+
 def _check(weight: Weight) -> None:
-    value, name = values_of(weight.value), weight.fqn
+    value, name = values_of(local_of(weight.value)), weight.fqn
     check_plain(f"quantize_: {name}", value)
     if value.dtype not in DTYPES:
         codes = codes_of_others(weight.module)

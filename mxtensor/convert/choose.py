@@ -11,11 +11,12 @@ from torch import nn
 from ..recipe.linear_recipe import LinearRecipe
 from .configs import by_name, recipe_of
 from .fqn_config import DEFAULT, FqnToConfig
+from .sharded import Sharded, never
 from .weights import FilterFn, Weight, default_filter, names_of_weights, weights_to_quantize, without_heads
 
 
 def choose(
-    model: nn.Module, config: Any, filter_fn: FilterFn | None, include_head: bool = False
+    model: nn.Module, config: Any, filter_fn: FilterFn | None, include_head: bool = False, sharded: Sharded = never
 ) -> tuple[list[tuple[Weight, LinearRecipe]], LinearRecipe | None]:
     """Every weight to quantize, with its recipe, and the recipe of weights that no key names (None: left as they are).
 
@@ -24,7 +25,7 @@ def choose(
     table = by_name(config)
     if table is None:
         recipe = recipe_of(config)
-        return [(weight, recipe) for weight in weights_to_quantize(model, filter_fn, include_head)], recipe
+        return [(weight, recipe) for weight in weights_to_quantize(model, filter_fn, include_head, sharded)], recipe
     if filter_fn is not None or include_head:
         name = "filter_fn" if filter_fn is not None else "include_head"
         raise ValueError(f"quantize_: an FqnToConfig chooses the layers itself; leave {name} out")
@@ -40,7 +41,8 @@ def choose(
         by_default = general is not None and None in keys and usual(module, fqn)
         return by_default or any(key is not None and key not in skipped for key in keys)
 
-    found = [(weight, table.key_of(weight.module_name, weight.fqn)) for weight in weights_to_quantize(model, wanted)]
+    weights = weights_to_quantize(model, wanted, sharded=sharded)
+    found = [(weight, table.key_of(weight.module_name, weight.fqn)) for weight in weights]
     rest = [weight for weight, key in found if key is None and usual(weight.module, weight.module_name)]
     default = {(id(weight.module), weight.name) for weight in without_heads(model, rest)}
     chosen: list[tuple[Weight, LinearRecipe]] = []

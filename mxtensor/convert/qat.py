@@ -23,9 +23,10 @@ from ..recipe.kernel_preference import KernelPreference
 from ..recipe.known_fields import KnownFields
 from ..recipe.linear_recipe import LinearRecipe
 from ..training.fake_quantized_linear import FakeQuantizedLinear
-from .changes import Change, checked_changes
+from .changes import Change, check_shards, checked_changes
 from .choose import choose
 from .configs import by_name
+from .sharded import always, by_tensor_parallelism
 from .torchao import from_torchao
 from .weights import FilterFn, Weight
 
@@ -140,7 +141,7 @@ def qat_config_of(config: Any) -> QATConfig | None:
 
 def prepare(model: nn.Module, config: QATConfig, filter_fn: FilterFn | None) -> None:
     """Let the linear layers of ``model`` compute with rounded values. All of them, or none if this raises."""
-    chosen, _ = choose(model, config.base(), filter_fn)
+    chosen, _ = choose(model, config.base(), filter_fn, sharded=always)
     linear = [(w, recipe) for w, recipe in chosen if type(w.module) in (nn.Linear, FakeQuantizedLinear)]
     changes = checked_changes(model, linear)
     for change in changes:
@@ -197,10 +198,12 @@ def prepared_changes(model: nn.Module, config: QATConfig, filter_fn: FilterFn | 
     def prepared(module: nn.Module, fqn: str) -> bool:
         return isinstance(module, FakeQuantizedLinear) and (filter_fn is None or bool(filter_fn(module, fqn)))
 
-    chosen, _ = choose(model, config.base_config, prepared if by_name(config.base_config) is None else filter_fn)
+    wanted = prepared if by_name(config.base_config) is None else filter_fn
+    chosen, _ = choose(model, config.base_config, wanted, sharded=by_tensor_parallelism)
     changes = checked_changes(model, [(w, recipe) for w, recipe in chosen if isinstance(w.module, FakeQuantizedLinear)])
     for change in changes:
         _check(change)
+    check_shards(changes)
     return changes
 
 

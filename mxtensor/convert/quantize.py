@@ -22,13 +22,14 @@ from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 from ..training.training_weight import TrainingWeight, values_of
 from . import static_inputs
-from .changes import Change, checked_changes
+from .changes import Change, check_shards, checked_changes
 from .choose import choose
 from .configs import Config, NVFP4DynamicActivationNVFP4WeightConfig
 from .heads import is_lookup, warn_of_no_head
 from .instance_methods import count_codes, show_format
 from .model_size import warn_of_unquantized_heads
 from .qat import QATConfig, QATStep, prepare, prepared_changes, qat_config_of, restore
+from .sharded import by_tensor_parallelism
 from .static_inputs import static_config_of
 from .weights import FilterFn, Weight, modules_of_autocast, unknown_experts
 
@@ -63,7 +64,8 @@ def quantize_(
 
     Every weight is checked before the first one changes: if this raises ValueError or TypeError, for an unknown config
     or for a weight that cannot be quantized (not a parameter, as under weight_norm; not floating-point; sparse;
-    sharded; inside DistributedDataParallel; without values), the model is unchanged. After a later failure, such as an
+    sharded, unless by tensor parallelism and for inference; inside DistributedDataParallel; without values), the model
+    is unchanged. After a later failure, such as an
     interrupt or too little memory, a model for training is restored. For inference each original is freed when its
     weight is quantized, so that the model needs at most the memory of one more weight than before; after a failure the
     model is usable, with some weights quantized and the others unchanged, and another call quantizes the rest.
@@ -81,7 +83,7 @@ def quantize_(
     static = static_config_of(config)
     if static is not None:
         return _static(model, static, filter_fn, include_head)
-    chosen, general = choose(model, config, filter_fn, include_head)
+    chosen, general = choose(model, config, filter_fn, include_head, by_tensor_parallelism)
     weights = [(weight, recipe) for weight, recipe in chosen if weight.kind.trains or not recipe.trains]
     left_out = [
         weight for weight, recipe in chosen if recipe.trains and not weight.kind.trains and weight.kind.multiplies
@@ -89,6 +91,7 @@ def quantize_(
     if general is not None and general.trains and filter_fn is None:
         left_out += unknown_experts(model)
     changes = checked_changes(model, weights)
+    check_shards(changes)
     _check_replicas(model, changes)
     ours = modules_of_autocast(model) if general is not None and filter_fn is None else []
     if left_out or not (changes or ours):

@@ -15,9 +15,10 @@ from torch import nn
 from ..core.arguments import FLAG, FUNCTION, check, described, optional
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
-from ..training.local import is_sharded
+from ..training.local import is_sharded, local_of
 from .gates import mlp_gates
 from .heads import embedding_weight_ids, heads, is_head, is_lookup
+from .sharded import Sharded, never, refuse_sharded, reshard
 
 FilterFn = Callable[[nn.Module, str], bool]
 """(module, its fully qualified name) -> whether to quantize its weights."""
@@ -147,7 +148,7 @@ def _with_heads(model: nn.Module) -> FilterFn:
     return accepts
 
 
-def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[Weight]:
+def _weights(model: nn.Module, filter_fn: FilterFn, sharded: Sharded) -> Iterator[Weight]:
     """Every weight that ``filter_fn`` accepts."""
     for fqn, module in model.named_modules():
         kind = next((kind for kind in KINDS if kind.matches(module)), None)
@@ -156,8 +157,10 @@ def _weights(model: nn.Module, filter_fn: FilterFn) -> Iterator[Weight]:
                 weight = getattr(module, name, None)
                 if weight is None and len(kind.names) == 1:
                     _check_absent(module, f"{fqn}.{name}" if fqn else name)
-                if weight is not None and not isinstance(weight, MXTensor):
+                if weight is not None and not isinstance(local_of(weight), MXTensor):
                     _check_parameter(weight, f"{fqn}.{name}" if fqn else name)
+                    if is_sharded(weight) and not sharded(module, weight):
+                        refuse_sharded(weight, f"{fqn}.{name}" if fqn else name)
                     yield Weight(module, name, kind, fqn)
 
 
@@ -242,32 +245,30 @@ def _check_parameter(weight: Any, fqn: str) -> None:
             f"quantize_: {fqn} is not a parameter but computed from others (parametrize, weight_norm, prune); remove "
             "that first, leave the layer out by filter_fn, or train inside mx.autocast(recipe=...)"
         )
-    if is_sharded(weight):
-        raise ValueError(
-            f"quantize_: {fqn} is already sharded, {tuple(weight.shape)} as {weight.placements}; call quantize_ before "  # type: ignore[attr-defined]
-            "fully_shard or parallelize_module"
-        )
 
 
-def weights_to_quantize(model: nn.Module, filter_fn: FilterFn | None, include_head: bool = False) -> list[Weight]:
+def weights_to_quantize(
+    model: nn.Module, filter_fn: FilterFn | None, include_head: bool = False, sharded: Sharded = never
+) -> list[Weight]:
     """Every weight that ``filter_fn`` accepts; None: ``default_filter``, with ``include_head`` the heads too.
 
     The default also skips heads of other names, and layers whose weight is that of an embedding. Raises ValueError for
-    a weight that is not a parameter, is sharded or has no values yet, and for ``include_head`` with a filter; TypeError
-    for a filter that cannot be called.
+    a weight that is not a parameter, has no values yet, or is a DTensor that ``sharded`` does not accept, and for
+    ``include_head`` with a filter; TypeError for a filter that cannot be called.
     """
     _check_filter(filter_fn)
     check("quantize_", "include_head", include_head, FLAG)
+    reshard(model)
     if filter_fn is not None:
         if include_head:
             raise ValueError(
                 "quantize_: include_head=True extends the default filter, and filter_fn replaces it; pass one of them "
                 "(a filter that returns True for the head includes it)"
             )
-        return list(_weights(model, filter_fn))
+        return list(_weights(model, filter_fn, sharded))
     if include_head:
-        return list(_weights(model, _with_heads(model)))
-    return without_heads(model, list(_weights(model, default_filter(model))))
+        return list(_weights(model, _with_heads(model), sharded))
+    return without_heads(model, list(_weights(model, default_filter(model), sharded)))
 
 
 def without_heads(model: nn.Module, weights: list[Weight]) -> list[Weight]:

@@ -60,6 +60,7 @@ ATTRIBUTES = {
     "_apply": "of torch.nn.Module: called by .to(), .cuda() and .float(); no hook of the module is",
     "_base": "the tensor that a view was made of; documented under Tensor Views",
     "_can_decompose": "of an op: whether it is a composite; inference mode hands composites over whole",
+    "_distribute_module_applied": "of a module: whether distribute_module, and so tensor parallelism, has split it",
     "_enabled": "of torch.amp.GradScaler: is_enabled() asks nothing else",
     "_forward_pre_hooks": "of torch.nn.Module: its hooks, of which one is registered only once",
     "_is_view": "whether autograd regards a tensor as a view",

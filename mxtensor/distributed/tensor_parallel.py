@@ -163,15 +163,7 @@ def _check_style(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-class _SplitsLinears:
-    """A style of torch splits a linear layer itself, and not the modules inside it, such as those that round."""
-
-    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        if isinstance(module, nn.Linear):
-            super()._partition_linear_fn(name, module, device_mesh)  # type: ignore[misc]
-
-
-class ColwiseParallel(_SplitsLinears, torch_parallel.ColwiseParallel):
+class ColwiseParallel(torch_parallel.ColwiseParallel):
     """Each rank computes ``out_features / world`` columns of a linear layer; arguments are those of torch's style.
 
     ``input_layouts``: Replicate() (default), or Shard(dim) of a dimension of tokens, which is gathered: as codes and
@@ -216,7 +208,7 @@ def _rows(self: nn.Linear, x: DTensor) -> DTensor:
     return summed if self.bias is None else cast(DTensor, summed + self.bias.to(summed.dtype))
 
 
-class RowwiseParallel(_SplitsLinears, torch_parallel.RowwiseParallel):
+class RowwiseParallel(torch_parallel.RowwiseParallel):
     """Each rank contracts ``in_features / world`` values of a linear layer; arguments are those of torch's style.
 
     The partial results are summed in their dtype, as in torch's style, and the bias is added once after that.

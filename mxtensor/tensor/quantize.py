@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from ..numerics.cast import SEED, Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode
 from ..recipe.linear_recipe import LinearRecipe
 from .mxtensor import MXTensor
+from .quantize_as import quantize_as
 
 
 def quantize(
@@ -50,11 +49,8 @@ def quantize(
     copies = Orientation.ROWWISE if default else Orientation.of(orientation)
     if type(x) is Tensor:
         return MXTensor._quantized(x, recipe, copies)
-    distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
-    if distributed is not None and isinstance(x, distributed.DTensor):
-        return import_module(".quantize_shards", __package__).quantize_shards(x, recipe, copies)  # type: ignore[no-any-return]
     check_plain("quantize: the tensor", x)
-    return MXTensor._quantized(x, recipe, copies)
+    return quantize_as(x, recipe, copies)
 
 
 @cached

@@ -1,12 +1,16 @@
-"""``mxtensor.quantize`` of a DTensor: each rank quantizes its shard, bit for bit as the whole tensor would be."""
+"""Casts of a DTensor: each rank casts its shard, bit for bit as the whole tensor would be.
+
+``mxtensor.quantize`` and ``quantize_`` store the codes; quantization-aware training rounds values.
+"""
 
 from __future__ import annotations
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..numerics.cast import Cast
 from ..numerics.formats import Orientation, Rounding
 from ..recipe.linear_recipe import LinearRecipe
-from .quantize_as import quantize_as
+from .mxtensor import MXTensor
 
 
 def quantize_shards(x: DTensor, recipe: LinearRecipe, orientation: Orientation) -> DTensor:
@@ -14,19 +18,20 @@ def quantize_shards(x: DTensor, recipe: LinearRecipe, orientation: Orientation) 
 
     Raises NotImplementedError if a block or a scale needs values of two ranks, and for partial sums.
     """
-    reason = _why_not(x, recipe, orientation)
+    reason = why_not_by_shards(x, recipe.stored, orientation)
     if reason is not None:
         raise NotImplementedError(
             f"a DTensor of shape {tuple(x.shape)} with placements {x.placements} cannot be quantized shard by shard: "
             f"{reason}; call redistribute(placements=[Replicate()]) or full_tensor() first"
         )
-    local = quantize_as(x.to_local(), recipe, orientation)
+    local = MXTensor._quantized(x.to_local(), recipe, orientation)
     return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def _why_not(x: DTensor, recipe: LinearRecipe, orientation: Orientation) -> str | None:
-    """Why shards cannot be quantized one by one; None if they can. All ranks decide alike."""
-    format = recipe.stored.format
+def why_not_by_shards(x: DTensor, cast: Cast, orientation: Orientation = Orientation.ROWWISE) -> str | None:
+    """Why shards cannot be cast one by one; None if each alone gets the codes that it has in the whole tensor. All
+    ranks decide alike."""
+    format = cast.format
     sharded: dict[int, int] = {}
     for mesh_dim, placement in enumerate(x.placements):
         if type(placement) is Shard:
@@ -35,8 +40,8 @@ def _why_not(x: DTensor, recipe: LinearRecipe, orientation: Orientation) -> str 
         elif type(placement) is not Replicate:
             return f"{placement} has no values of its own on each rank"
     if not sharded:
-        return None if recipe.stored.rounding is Rounding.NEAREST else "replicas would be rounded differently"
-    if recipe.stored.rounding is not Rounding.NEAREST:
+        return None if cast.rounding is Rounding.NEAREST else "replicas would be rounded differently"
+    if cast.rounding is not Rounding.NEAREST:
         return "it is rounded stochastically, in the order of its values"
     for dim, ranks in sharded.items():
         outer = dim - x.dim()

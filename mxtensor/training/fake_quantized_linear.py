@@ -8,6 +8,7 @@ Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic N
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,26 +23,41 @@ from ..numerics.cast import Cast
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from .called_linear import CalledLinear
-from .local import is_sharded
+from .local import is_sharded, local_of, sharded_like
 
 
 class _StraightThrough(torch.autograd.Function):
+    """The shards of a DTensor are rounded one by one. Its gradient may have other placements, such as a partial sum."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cast: Cast, dtype: torch.dtype) -> Tensor:
         ctx.dtype = x.dtype
-        y = dequantize_operand(quantize_operand(x, cast), dtype)
+        y = dequantize_operand(quantize_operand(local_of(x), cast), dtype)
         # Dynamo of torch 2.11 gives no gradient to a result that is also a value before it, as after a cast to float32.
-        return y.clone() if torch.compiler.is_compiling() else y
+        return sharded_like(x, y.clone() if torch.compiler.is_compiling() else y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.to(ctx.dtype), None, None
 
 
+def _check_shards(x: Any, cast: Cast) -> None:
+    from ..tensor.quantize_shards import why_not_by_shards
+
+    reason = why_not_by_shards(x, cast)
+    if reason is not None:
+        raise NotImplementedError(
+            f"FakeQuantizer: the shards of a tensor {tuple(x.shape)}, {x.placements}, cannot be rounded one by one: "
+            f"{reason}; use a format with a scale for each block, a mesh of fewer ranks, or leave the layer out by "
+            "filter_fn"
+        )
+
+
 class FakeQuantizer(nn.Module):
     """Rounds a tensor (..., columns) to the values that a cast stores. Gradients pass unchanged.
 
     The values have the dtype of the tensor; inside ``torch.autocast`` they have its dtype, as products would cast them.
+    Each rank rounds its shard of a DTensor. Raises NotImplementedError if a block or a scale has values of two ranks.
     """
 
     def __init__(self, cast: Cast) -> None:
@@ -61,10 +77,7 @@ class FakeQuantizer(nn.Module):
         if x.is_nested:
             return over_rows(self.forward, x)
         if is_sharded(x):
-            raise NotImplementedError(
-                f"FakeQuantizer: a tensor {tuple(x.shape)} is a DTensor; split layers that QATConfig prepared with "
-                "mx.parallel.ColwiseParallel and RowwiseParallel"
-            )
+            _check_shards(x, self.cast)
         out: Tensor = _StraightThrough.apply(x, self.cast, autocast_dtype(x) or x.dtype)
         return out
 
@@ -98,6 +111,14 @@ class FakeQuantizedLinear(CalledLinear):
             if hasattr(self, name):
                 delattr(self, name)
         return CalledLinear.to_linear(self)  # an interrupted step may call it with an nn.Linear
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Of this layer alone, only itself: torch's tensor parallelism splits every module that it finds so in a linear
+        layer, and the fake quantizers have no weight. Those of a model have all modules."""
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
+        return found if memo is not None else iter([(prefix, self)])
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -219,6 +219,7 @@ def test_the_attributes_of_torchs_objects_are_there():
     assert optimizer._optimizer_load_state_dict_pre_hooks == {} == optimizer._optimizer_load_state_dict_post_hooks
     assert attention._forward_pre_hooks == {} == attention._state_dict_hooks
     assert "_local_tensor" in DTensor.__annotations__
+    assert "module._distribute_module_applied = True" in inspect.getsource(distribute_module)
     for method in ("_apply", "_save_to_state_dict", "_load_from_state_dict"):
         assert inspect.isfunction(getattr(nn.Module, method))
     tested = set(inspect.getsource(test_the_attributes_of_torchs_objects_are_there).replace(".", " ").split())

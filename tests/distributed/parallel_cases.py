@@ -125,6 +125,10 @@ def columns_and_rows(rank, folder):
     return found
 
 
+def split(model, styles, mesh):
+    return parallelize_module(model, mesh, {"0": styles.ColwiseParallel(), "2": styles.RowwiseParallel()})
+
+
 @long_case
 def prepared_layers(rank, folder):
     """Format -> the largest error of the gradients of layers prepared for quantization-aware training; the error for a
@@ -132,9 +136,7 @@ def prepared_layers(rank, folder):
     found = {}
     for name in ("mxfp4", "mxint8-weight-only", "mxfp8[32x32]-weight-only"):
         one = mx.quantize_(mlp(), mx.QATConfig(name))
-        two = parallelize_module(
-            copy.deepcopy(one), mesh(), {"0": mx.parallel.ColwiseParallel(), "2": mx.parallel.RowwiseParallel()}
-        )
+        two = split(copy.deepcopy(one), mx.parallel, mesh())
         torch.manual_seed(2)
         x = torch.randn(TOKENS, IN)
         for model in (one, two):
