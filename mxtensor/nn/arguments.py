@@ -75,8 +75,9 @@ OTHERS: dict[str, Other] = {
     "softmax_type": Other(_only("vanilla"), "attention is torch's, whose softmax is 'vanilla'"),
     "return_max_logit": Other(_only(None, False), "torch's attention does not return logits; leave it out"),
     "inference_params": Other(_only(None), "layers have no cache; use mx.KVCache with transformers"),
-    "cp_group": Other(_one_rank, "a sequence is not split over ranks; leave it out"),
-    **dict.fromkeys(("cp_global_ranks", "cp_stream", "cp_comm_type"), _NO_EFFECT),  # of cp_group
+    "cp_group": Other(_one_rank, "call set_context_parallel_group(cp_group, cp_comm_type='all_gather')"),
+    "cp_comm_type": Other(_anything),
+    **dict.fromkeys(("cp_global_ranks", "cp_stream"), _NO_EFFECT),
     **dict.fromkeys(("fast_zero_fill", "num_splits", "ub_name"), _NO_EFFECT),
 }
 """Argument of a constructor or of ``forward`` there."""

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from ..core.arguments import COUNT, POSITIVE, SHARE, Kind, check, checked, described, instance, is_dense_float, optional
 from .arguments import check_heads, one_of, refuse_others
-from .dot_product import ATTENTION_TYPES, DotProductAttention, PaddingMask, Window
+from .attention_masks import PaddingMask, Window
+from .context_parallel import set_group_of_attention
+from .dot_product import ATTENTION_TYPES, DotProductAttention
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .norm import normalized_heads
@@ -191,6 +193,12 @@ class MultiheadAttention(nn.Module):
         """The process group of modules that were made with ``tp_size`` and without ``tp_group``."""
         set_group_of_modules(self, tp_group)
 
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """The process group over which sequences are split, as for DotProductAttention; None for none."""
+        set_group_of_attention(self, cp_group, cp_comm_type)
+
     def _is_fused(self, projection: str) -> bool:
         """Whether a projection has one weight parameter; TransformerEngine's ``query_layer`` always does."""
         return self.fuse_qkv_params or projection == "query_layer"
@@ -245,8 +253,12 @@ class MultiheadAttention(nn.Module):
             check("MultiheadAttention", "rotary_pos_emb", rotary_pos_emb, ANGLES)
             angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
             form, interleaved = self.core_attention.qkv_format, self.rotary_pos_interleaved
-            q = apply_rotary_pos_emb(q, angles[0], form, interleaved=interleaved)
-            k = apply_rotary_pos_emb(k, angles[1], form, interleaved=interleaved)
+            context = self.core_attention.context_parallel
+            options: dict[str, Any] = {
+                "interleaved": interleaved, "cp_size": context.size, "cp_rank": context.rank
+            }  # fmt: skip
+            q = apply_rotary_pos_emb(q, angles[0], form, **options)
+            k = apply_rotary_pos_emb(k, angles[1], form, **options)
         if self.q_norm is not None and self.k_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 from torch.utils.checkpoint import checkpoint
 
 from ..core.arguments import (
@@ -34,38 +34,11 @@ from ..core.arguments import (
 )
 from ..core.compat import disable_torch_function
 from .arguments import check_heads, one_of, refuse_others
+from .attention_masks import MASKS, PaddingMask, Window, visible
+from .context_parallel import ContextParallel, set_group_of_attention
 from .te_extra_state import ignore_extra_state
 from .tensor_parallel import Parallel, tracker_of
 
-PaddingMask = Tensor | tuple[Tensor, Tensor]
-Window = tuple[int, int]
-Sizes = tuple[int, int, int, int]
-"""Batch, heads, queries, keys."""
-
-
-@dataclass(frozen=True)
-class Mask:
-    """What a mask type hides. The diagonal pairs each query with the key of its own position."""
-
-    causal: bool = False
-    """Hide the keys after the query."""
-    padding: bool = False
-    """Hide the positions that the caller's mask marks; such queries give zeros."""
-    arbitrary: bool = False
-    """Hide the (query, key) pairs that the caller's mask marks."""
-    bottom_right: bool = True
-    """The diagonal ends at the last query and the last key; False: it starts at the first query and the first key."""
-
-
-MASKS = {
-    "no_mask": Mask(),
-    "causal": Mask(causal=True, bottom_right=False),
-    "causal_bottom_right": Mask(causal=True),
-    "padding": Mask(padding=True),
-    "padding_causal": Mask(causal=True, padding=True, bottom_right=False),
-    "padding_causal_bottom_right": Mask(causal=True, padding=True),
-    "arbitrary": Mask(arbitrary=True),
-}
 FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 """Format -> the permutation to (batch, head, position, channel)."""
 BACK = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
@@ -110,6 +83,9 @@ class DotProductAttention(nn.Module):
       (-1, 0) belongs to the causal types, as in TransformerEngine: with others it is (-1, -1), and warns.
     - ``attention_dropout`` is active in training only; ``get_rng_state_tracker`` gives each rank its own.
     - ``tp_group`` or ``tp_size``: this rank has its part of the heads, whose numbers are those of all ranks.
+    - ``cp_group``: this rank has two chunks of every sequence, and attends to those of all ranks of the group
+      (``context_parallel.py``). ``cp_comm_type``: "all_gather", "p2p" (the same) or "a2a". ``cp_global_ranks`` and
+      ``cp_stream`` have no effect.
 
     Each call may override ``qkv_format``, ``attn_mask_type`` and ``window_size``. Raises ValueError for numbers of
     heads that do not divide, and for unknown names.
@@ -136,6 +112,8 @@ class DotProductAttention(nn.Module):
         layer_number: int | None = None,
         attention_type: str = "self",
         softmax_scale: float | None = None,
+        cp_group: Any = None,
+        cp_comm_type: str = "p2p",
         **others: Any,
     ) -> None:
         super().__init__()
@@ -156,7 +134,15 @@ class DotProductAttention(nn.Module):
         self.window_size = window_size
         self.softmax_scale = 1 / math.sqrt(self.channels[0]) if softmax_scale is None else softmax_scale
         self.layer_number = layer_number
+        self.context_parallel = ContextParallel(name, cp_group, cp_comm_type)
         ignore_extra_state(self)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """The process group of context parallelism, None for none; ``cp_global_ranks`` and ``cp_stream`` have no
+        effect. Raises what the constructor raises."""
+        set_group_of_attention(self, cp_group, cp_comm_type)
 
     def extra_repr(self) -> str:
         return (
@@ -206,12 +192,19 @@ class DotProductAttention(nn.Module):
             right = -1
         self._check(query_layer, key_layer, value_layer, form)
         q, k, v = (t.permute(FORMATS[form]) for t in (query_layer, key_layer, value_layer))
-        causal, seen = visible(mask_type, (left, right), attention_mask, (*q.shape[:3], k.shape[2]), q.device)
+        core: Callable[..., Tensor]
+        masks: tuple[Any, ...]
+        if self.context_parallel.size > 1:
+            self.context_parallel.check(mask_type, q.shape[2], k.shape[2])
+            core, masks = self._of_all_ranks, (mask_type, (left, right), bool(checkpoint_core_attention))
+        else:
+            seen = visible(mask_type, (left, right), attention_mask, (*q.shape[:3], k.shape[2]), q.device)
+            core, masks = self._core, seen
         if checkpoint_core_attention:
             with disable_torch_function():  # no rule of autocast is needed, and none would survive compilation
-                y = checkpoint(self._core, q, k, v, seen, causal, use_reentrant=False)
+                y = checkpoint(core, q, k, v, *masks, use_reentrant=False)
         else:
-            y = self._core(q, k, v, seen, causal)
+            y = core(q, k, v, *masks)
         out: Tensor = y.permute(BACK[form]).flatten(2)
         return out
 
@@ -233,94 +226,24 @@ class DotProductAttention(nn.Module):
                 f"needs one batch size, {wanted}, and one length for keys and values"
             )
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
+    def _of_all_ranks(self, q: Tensor, k: Tensor, v: Tensor, mask_type: str, window: Window, as_tensor: bool) -> Tensor:
+        return self.context_parallel.attend(q, k, v, mask_type, window, as_tensor, self._core)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
         groups = self.num_attention_heads // self.num_gqa_groups
         dropout = self.attention_dropout if self.training else 0.0
         with self.tracker() if self.tracker is not None and dropout > 0 else nullcontext():
-            return self._attend(q, k, v, seen, causal, groups, dropout)
+            return self._attend(q, k, v, causal, seen, groups, dropout)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, causal: bool, groups: int, dropout: float
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: Tensor | None, groups: int, dropout: float
     ) -> Tensor:
-        if seen is None:
+        if seen is None or isinstance(seen, CausalBias):
             return F.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=causal, scale=self.softmax_scale, enable_gqa=groups > 1
+                q, k, v, seen, dropout_p=dropout, is_causal=causal, scale=self.softmax_scale, enable_gqa=groups > 1
             )
         if groups > 1:  # torch's memory-efficient kernel accepts masks but no groups
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         blind = ~seen.any(-1, keepdim=True)  # for a row without keys each kernel gives another result
         y = F.scaled_dot_product_attention(q, k, v, seen | blind, dropout_p=dropout, scale=self.softmax_scale)
         return y.masked_fill(blind, 0)
-
-
-# ---------------------------------------------------------------------------------------------- masks
-
-
-def visible(
-    mask_type: str, window: Window, given: PaddingMask | None, sizes: Sizes, device: torch.device
-) -> tuple[bool, Tensor | None]:
-    """(whether the kernel's own causal mask is the whole mask, which keys each query sees; None: all keys).
-
-    The tensor is bool and broadcastable to ``sizes``.
-    """
-    mask, (_, _, queries, keys) = MASKS[mask_type], sizes
-    left, right = window[0], 0 if mask.causal else window[1]
-    seen: Tensor | None = None
-    shift: int | Tensor = keys - queries if mask.bottom_right else 0
-    if mask.padding:
-        of_queries, of_keys = _paddings(mask_type, given, sizes)
-        seen = ~(of_queries.transpose(2, 3) | of_keys)
-        if mask.bottom_right:
-            lengths = [(~padding).sum(3, keepdim=True) for padding in (of_queries, of_keys)]
-            shift = lengths[1] - lengths[0]
-    elif mask.arbitrary:
-        seen = ~_arbitrary(given, sizes)
-    if left < 0 and right < 0:
-        return False, seen
-    if seen is None and left < 0 and right == 0 and isinstance(shift, int) and shift == 0:
-        return True, None
-    rows = torch.arange(queries, device=device)[:, None] + shift
-    columns = torch.arange(keys, device=device)
-    for limit, near in ((left, columns >= rows - left), (right, columns <= rows + right)):
-        if limit >= 0:
-            seen = near if seen is None else seen & near
-    return False, seen
-
-
-def _boolean(masks: Iterable[Tensor]) -> None:
-    for mask in masks:
-        if mask.dtype != torch.bool:
-            raise TypeError(f"attention_mask is {mask.dtype}; pass bool, True for what is masked out")
-
-
-def _paddings(mask_type: str, given: PaddingMask | None, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    batch, _, queries, keys = sizes
-    pair = (given, given) if isinstance(given, Tensor) else given
-    if pair is None:
-        raise ValueError(
-            f"attn_mask_type={mask_type!r} needs an attention_mask ({batch}, 1, 1, {queries}), True for padding, or a "
-            "pair of these for queries and keys"
-        )
-    _boolean(pair)
-    shapes = tuple(tuple(mask.shape) for mask in pair)
-    if shapes != ((batch, 1, 1, queries), (batch, 1, 1, keys)):
-        raise ValueError(
-            f"attn_mask_type={mask_type!r}: masks {shapes[0]} of queries and {shapes[1]} of keys do not fit; "
-            f"pass a pair of shapes ({batch}, 1, 1, {queries}) and ({batch}, 1, 1, {keys})"
-        )
-    return pair
-
-
-def _arbitrary(given: PaddingMask | None, sizes: Sizes) -> Tensor:
-    shape = tuple(given.shape) if isinstance(given, Tensor) else None
-    if (
-        not isinstance(given, Tensor)
-        or given.dim() > 4
-        or any(n not in (1, size) for n, size in zip(given.shape[::-1], sizes[::-1], strict=False))
-    ):
-        raise ValueError(
-            f"attn_mask_type='arbitrary' needs one attention_mask that broadcasts to (batch, heads, queries, keys) = "
-            f"{tuple(sizes)}, True for what is masked out; got {shape or type(given).__name__}"
-        )
-    _boolean([given])
-    return given

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import COUNT, FLAG, POSITIVE, SIZE, Kind, check, checked, is_dense_float, optional
 from .arguments import one_of
+from .context_parallel import of_chunks
 from .dot_product import FORMATS
 
 
@@ -97,13 +98,16 @@ ROTATED = Kind(
 
 
 def apply_rotary_pos_emb(
-    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False, fused: bool = False
-) -> Tensor:
+    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False, fused: bool = False,
+    cp_size: int = 1, cp_rank: int = 0,
+) -> Tensor:  # fmt: skip
     """``t`` (s, b, h, d), or (b, s, h, d) for ``bshd``, with its first ``freqs.shape[-1]`` channels rotated.
 
     ``freqs`` (s or more, 1, 1, d or fewer): angles from ``RotaryPositionEmbedding`` with the same ``interleaved``.
-    Computed in float32 (float64 for float64) and rounded once to the dtype of ``t``. ``fused`` has no effect. Raises
-    ValueError for an unknown format, and for angles of too few positions or too many channels.
+    Computed in float32 (float64 for float64) and rounded once to the dtype of ``t``. ``fused`` has no effect. With
+    ``cp_size`` ranks of context parallelism ``t`` has the two chunks of rank ``cp_rank``, and ``freqs`` the angles of
+    the whole sequence. Raises ValueError for an unknown format, and for angles of too few positions or too many
+    channels.
     """
     one_of("apply_rotary_pos_emb: tensor_format", tensor_format, FORMATS)
     check("apply_rotary_pos_emb", "t", t, ROTATED)
@@ -113,6 +117,10 @@ def apply_rotary_pos_emb(
     if t.device != freqs.device:
         raise ValueError(f"apply_rotary_pos_emb: t is on {t.device}, freqs on {freqs.device}; move one with .to()")
     length, channels = t.shape[tensor_format.index("s")], freqs.shape[-1]
+    check("apply_rotary_pos_emb", "cp_size", cp_size, COUNT)
+    check("apply_rotary_pos_emb", "cp_rank", cp_rank, SIZE)
+    if cp_size > 1:
+        freqs = of_chunks(freqs, length, cp_size, cp_rank)
     if length > freqs.shape[0] or channels > t.shape[-1] or channels % 2 or freqs.shape[1:3] != (1, 1):
         raise ValueError(
             f"apply_rotary_pos_emb: angles {tuple(freqs.shape)} do not cover {tensor_format} {tuple(t.shape)}; "

@@ -37,6 +37,13 @@ def tracker_of(get_rng_state_tracker: Callable[..., Any] | None, name: str | Non
     return lambda: get_rng_state_tracker().fork(*(() if name is None else (name,)))
 
 
+def meshes_of(group: Any) -> dict[str, Any]:
+    """Type of device -> a group as a DeviceMesh: made with the group, since a compiled graph cannot make one."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    kinds = {"cpu"} if here is None else {"cpu", here.type}
+    return {kind: DeviceMesh.from_group(group, kind) for kind in kinds}
+
+
 class Parallel:
     """How the ranks of a group split one weight; without a mode, or on one rank, not at all."""
 
@@ -48,7 +55,7 @@ class Parallel:
         self.owner, self.size = owner, size
         self.group: Any = None
         self.meshes: dict[str, Any] = {}
-        """Type of device -> the group as a DeviceMesh: made with the group, since a compiled graph cannot make one."""
+        """Type of device -> the group as a DeviceMesh."""
         if group is not None:
             self.size = 0
             self.set_group(group)
@@ -65,10 +72,7 @@ class Parallel:
                 f"{self.owner}: the tensor-parallel group has {size} ranks, and the parameters were made for "
                 f"tp_size={self.size}; use a group of that size"
             )
-        self.group, self.size = group, size
-        here = torch.accelerator.current_accelerator(check_available=True)
-        kinds = {"cpu"} if here is None else {"cpu", here.type}
-        self.meshes = {kind: DeviceMesh.from_group(group, kind) for kind in kinds}
+        self.group, self.size, self.meshes = group, size, meshes_of(group)
 
     def __deepcopy__(self, memo: object) -> Parallel:
         return self  # a copy of a module is of the same group

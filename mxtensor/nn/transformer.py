@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ..core.arguments import COUNT, POSITIVE, SHARE, TEXT, check, checked, instance, optional
 from .arguments import one_of, refuse_others
 from .attention import MultiheadAttention, check_sequences
-from .dot_product import MASK, WINDOW, PaddingMask, Window
+from .attention_masks import PaddingMask, Window
+from .context_parallel import set_group_of_attention
+from .dot_product import MASK, WINDOW
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
 from .styles import refuse
@@ -234,6 +236,12 @@ class TransformerLayer(nn.Module):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The process group of a layer that was made with ``tp_size`` and without ``tp_group``."""
         set_group_of_modules(self, tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """The process group over which sequences are split, as for DotProductAttention; None for none."""
+        set_group_of_attention(self, cp_group, cp_comm_type)
 
     def _residual(self, block: Any, x: Tensor, drop_path_rate: float, after_norm: bool) -> Tensor:
         """The output of a block added to its input, or to the result of its norm that it returned too."""

@@ -58,12 +58,12 @@ def layers_quantized_after_they_were_split(rank, folder):
         one = mx.quantize_(mlp(before), "mxfp8")
         two = mx.quantize_(split(mlp(before), styles, mesh()), "mxfp8")
         codes = two[0].weight
-        with warnings.catch_warnings(record=True) as again:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             mx.quantize_(two, "mxfp4")
         with torch.no_grad():
-            kept = two[0].weight is codes and type(codes.to_local()).__name__, len(again)
-            found[styles.__name__, before is None] = error(two(x), one(x)), kept
+            codes_left = two[0].weight is codes and type(codes.to_local()).__name__, len(warned)
+            found[styles.__name__, before is None] = error(two(x), one(x)), codes_left
     grid = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("shard", "parallel"))
     both = fully_shard(split(mlp(), plain, grid["parallel"]), mesh=grid["shard"])
     gathered = fully_shard(mx.quantize_(mlp(), mx.QATConfig("mxfp4")))

@@ -19,8 +19,8 @@ def test_prepared_layers_train_and_convert_after_any_style_has_split_them(ranks)
 def test_layers_that_are_split_are_quantized_for_inference_and_what_cannot_be_is_refused(ranks):
     for found, (trains, both, gathered, cut, whole) in ranks("layers_quantized_after_they_were_split"):
         assert len(found) == 3
-        for of_result, kept in found.values():
-            assert of_result < FLIPPED and kept == ("MXTensor", 1)
+        for of_result, codes_left in found.values():
+            assert of_result < FLIPPED and codes_left == ("MXTensor", 1)
         for kind, text in (trains, both, gathered):
             assert kind == "ValueError" and "0.weight is already sharded, (256, 128) as" in text
         assert cut[0] == "NotImplementedError" and "(64, 96)" in cut[1] and "48 is not a multiple of 32" in cut[1]

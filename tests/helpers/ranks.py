@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 NAMES = (
-    "expert", "nn", "parallel", "prepared", "mesh", "pipeline", "pretrained", "collective", "monitor",
+    "expert", "nn", "parallel", "prepared", "context", "mesh", "pipeline", "pretrained", "collective", "monitor",
     "dcp", "history", "train", "fsdp", "bench",
 )  # fmt: skip
 MODULES = tuple(f"tests.distributed.{name}_cases" for name in NAMES)

@@ -51,7 +51,7 @@ def test_attention_of_one_rank():
         (lambda: mx.nn.TransformerLayer(32, 64, 4, ub_tp_comm_overlap=True), "TransformerLayer: ub_tp_comm_overlap"),
         (lambda: mx.nn.Linear(32, 32, name="up")(X, fp8_output=True), "up: fp8_output=True is not available: results"),
         (lambda: mx.nn.MultiheadAttention(32, 4, softmax_type="learnable"), "softmax_type='learnable' is not"),
-        (lambda: mx.nn.DotProductAttention(4, 8, cp_group=[0, 1]), "a sequence is not split over ranks"),
+        (lambda: mx.nn.MultiheadAttention(32, 4, cp_group=[0, 1]), "call set_context_parallel_group"),
         (lambda: mx.nn.TransformerLayer(32, 64, 4)(X, core_attention_bias_type="alibi"), "attention adds no bias"),
         (lambda: mx.nn.TransformerLayer(32, 64, 4)(X, cu_seqlens_q=X), "sequences are not packed"),
         (lambda: mx.nn.GroupedLinear(2, 32, 32, single_grouped_weight=True), "parameters of its own"),
