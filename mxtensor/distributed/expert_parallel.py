@@ -106,11 +106,26 @@ class _Experts:
         """In eager code: a graph that the exchanges cut would return the local stacks, and AOTAutograd takes their
         gradients for weights; and it would lose the mark by which ``autocast`` knows them."""
         given = inspect.signature(self.forward).bind(*args, **kwargs).args
-        return self._of_counts(*given) if self.inputs == 2 else self._of_tokens(*given)
+        ways: dict[int, Forward] = {1: self._of_equal_counts, 2: self._of_counts, 3: self._of_tokens}
+        out: Tensor = ways[self.inputs](*given)
+        return out
 
     def _dispatch(self, rows: Tensor, counts: Tensor | Sequence[int]) -> Any:
         recipe = _recipe_of(self.module)
         return dispatch_tokens(rows, counts, self.mesh, recipe, quantize_combined=self.quantize_combined)
+
+    def _of_equal_counts(self, x: Tensor) -> Tensor:
+        """As in transformers' Llama 4: rows sorted by expert, of which every expert has the same number."""
+        if x.shape[0] % self.experts:
+            raise ValueError(
+                f"ExpertParallel: {type(self.module).__name__} takes the same number of rows for each of its "
+                f"{self.experts} experts, and {x.shape[0]} rows do not divide so; pass all tokens once for each expert"
+            )
+        dispatched = self._dispatch(x, [x.shape[0] // self.experts] * self.experts)
+        with _local_parameters(self.module):  # each expert of this rank has received the rows of all ranks
+            y = self.forward(dispatched.tokens)
+        out: Tensor = combine_tokens(y, dispatched)
+        return out
 
     def _of_counts(self, x: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
         """As in torchtitan: rows sorted by expert, and their number for each expert; JetMoe has a list of numbers."""
@@ -145,7 +160,8 @@ class ExpertParallel(ParallelStyle):
 
     For modules whose parameters are stacks (experts, ., .) or (experts, .), and whose forward pass takes either
     (tokens, indices of experts, weights), as the experts of transformers' models do, or (rows sorted by expert, number
-    of rows for each expert), as torchtitan's do. Each rank calls it with its own tokens. The gradient of a stack is the
+    of rows for each expert), as torchtitan's do, or rows alone, as many for each expert, as those of Llama 4 in
+    transformers do. Each rank calls it with its own tokens. The gradient of a stack is the
     sum over the tokens of all ranks of the mesh.
 
     Tokens are sent as codes and scales of the recipe that the stacks carry, or of ``autocast``; the gradients of the
@@ -167,11 +183,11 @@ class ExpertParallel(ParallelStyle):
                 f"ExpertParallel: {experts} experts do not divide into {world} equal parts; use a mesh of fewer ranks"
             )
         run = _Experts(module, device_mesh, experts, self.quantize_combined)
-        if run.inputs not in (2, 3):
+        if run.inputs not in (1, 2, 3):
             raise NotImplementedError(
                 f"ExpertParallel: the forward pass of {type(module).__name__} takes {run.inputs} arguments; it must "
-                "take (tokens, indices of experts, weights) or (rows, number of rows for each expert); use "
-                "dispatch_tokens and combine_tokens"
+                "take (tokens, indices of experts, weights), (rows, number of rows for each expert) or (rows, as many "
+                "for each expert); use dispatch_tokens and combine_tokens"
             )
         for name, parameter in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)

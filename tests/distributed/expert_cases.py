@@ -85,6 +85,19 @@ class ListedExperts(Experts):
         return super().forward(x, torch.tensor(counts))
 
 
+class EqualExperts(nn.Module):
+    """Experts as those of Llama 4 are: every expert gets all tokens, times their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, IN, 2 * HIDDEN) / 8)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, IN) / 10)
+
+    def forward(self, hidden_states):
+        gate, up = torch.bmm(hidden_states.view(self.gate_up_proj.shape[0], -1, IN), self.gate_up_proj).chunk(2, -1)
+        return torch.bmm(up * F.silu(gate), self.down_proj).view(-1, IN)
+
+
 class LoopedExperts(Experts):
     """The same experts, one after the other, as in transformers' eager code."""
 
@@ -255,6 +268,34 @@ def precise_wgrad(rank, folder):
 
 
 @case
+def equal_rows_of_every_expert(rank, folder):
+    """Recipe -> the errors of the result, the gradient of the rows and those of the stacks against one rank, which has
+    the rows of both; the exchanges. Then the error for rows that do not divide."""
+    found = {}
+    for name in ("mxfp8", "mxint8"):
+        many, one = (experts(RECIPES[name], EqualExperts) for _ in range(2))
+        parallelize_module(many, mesh(), mx.parallel.ExpertParallel())
+        torch.manual_seed(6)
+        rows = [
+            torch.randn(EXPERTS, tokens, IN) * 2.0 ** torch.randint(-3, 4, (EXPERTS, tokens, 1)) for tokens in (24, 40)
+        ]
+        x, whole = rows[rank].flatten(0, 1).requires_grad_(), torch.cat(rows, 1).flatten(0, 1).requires_grad_()
+        with mx.explain() as log:
+            y = many(x)
+            y.square().sum().backward()
+        z = one(whole)
+        z.square().sum().backward()
+        ends = slice(0, 24) if rank == 0 else slice(24, 64)
+        pairs = [
+            (t.unflatten(0, (EXPERTS, -1)), u.unflatten(0, (EXPERTS, -1))[:, ends])
+            for t, u in ((y, z), (x.grad, whole.grad))
+        ]
+        pairs += [(p.grad, q.grad) for p, q in zip(many.parameters(), one.parameters(), strict=True)]
+        found[name] = [relative(*pair) for pair in pairs], [kernel for kernel, _ in exchanges(log)], set(products(log))
+    return found, message(lambda: many(torch.randn(EXPERTS + 1, IN)))
+
+
+@case
 def compiled_experts(rank, folder):
     """(how the experts get their recipe, kind) -> the errors of a compiled model against the eager one, for two counts
     of rows, and whether the products of both were quantized."""
@@ -331,6 +372,37 @@ def experts_of_transformers(rank, folder):
             codes = [kernel for kernel, _ in exchanges(log)]
             sent = codes.count("codes"), len(codes)
             found[kind.__name__, way] = error.item(), of_stacks, of_biases, *sent, set(products(log))
+    return found
+
+
+@long_case
+def experts_of_llama4(rank, folder):
+    """How the weights are quantized -> of Llama 4 the errors of the logits and, if it trains, of the gradients of the
+    stacks against one process, and what was sent."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    sizes = {name: size for name, size in MOE.items() if name != "moe_intermediate_size"}
+    config, found = Llama4TextConfig(num_local_experts=4, intermediate_size_mlp=96, **sizes), {}
+    for name, way in (("mxfp8", RECIPES["mxfp8"]), ("frozen", "mxfp8"), ("weight-only", "mxfp4-weight-only")):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(2)
+            models.append(Llama4ForCausalLM(config))
+            for expert in (layer.feed_forward.experts for layer in models[-1].model.layers):
+                nn.init.normal_(expert.gate_up_proj, std=0.1)
+            mx.quantize_(models[-1], way)
+        many, one = models
+        parallelize_module(many, mesh(), {"model.layers.*.feed_forward.experts": mx.parallel.ExpertParallel()})
+        ids = torch.randint(64, (dist.get_world_size(), 2, 16), generator=torch.Generator(DEVICE).manual_seed(4))
+        with mx.explain() as log:
+            mine, theirs = many(ids[rank]).logits, one(ids.flatten(0, 1)).logits
+            if name == "mxfp8":
+                mine.square().mean().backward()
+                theirs.square().mean().mul(len(ids)).backward()  # the sum of the losses of the ranks
+        pairs = zip(many.named_parameters(), one.parameters(), strict=True)
+        errors = [relative(p.grad, q.grad) for (key, p), q in pairs if "experts" in key and q.grad is not None]
+        sent = [kernel for kernel, _ in exchanges(log)]
+        found[name] = relative(mine, theirs.unflatten(0, ids.shape[:2])[rank]), errors, sent
     return found
 
 

@@ -134,6 +134,25 @@ def test_wrong_calls_raise_on_every_rank(ranks):
         assert "Linear has weight (64, 64), bias (64,)" in told[3][1]
 
 
+def test_experts_that_take_as_many_rows_each_are_split(ranks):
+    for found, (kind, text) in ranks("equal_rows_of_every_expert"):
+        assert len(found) == 2
+        for (y, dx, up, down), sent, products in found.values():
+            assert max(y, dx) <= TOLERANCE["of the kernels"] and max(up, down) < CLOSE
+            assert sent == ["codes", "high precision"] * 2 and "high precision" not in products
+        assert kind == "ValueError" and "each of its 8 experts, and 9 rows do not divide" in text
+
+
+@pytest.mark.exhaustive
+def test_llama4_trains_and_predicts_on_two_ranks(ranks):
+    for found in ranks("experts_of_llama4"):
+        assert len(found) == 3
+        for name, (error, of_stacks, sent) in found.items():
+            assert error < CLOSE and len(of_stacks) == (4 if name == "mxfp8" else 0)
+            assert max(of_stacks, default=0) < max(1e-3, CLOSE)
+            assert ("codes" in sent) is (name != "weight-only") and len(sent) == (8 if name == "mxfp8" else 4)
+
+
 @pytest.mark.exhaustive
 def test_mixtures_of_transformers_on_two_ranks(ranks):
     for found in ranks("experts_of_transformers"):
