@@ -1,7 +1,8 @@
 """TransformerEngine's modules, by their names and arguments. They run quantized inside ``mxtensor.autocast``.
 
 Start with ``linear.py`` and ``base.py`` (one forward pass of any module). Functions that sort tokens by expert have
-TransformerEngine's names too (``permutation.py``).
+TransformerEngine's names too (``permutation.py``). ``tensor_parallel.py`` splits weights over ranks,
+``context_parallel.py`` sequences.
 """
 
 from ..core.peer_names import instead_of as _instead_of
