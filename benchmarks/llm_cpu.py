@@ -16,7 +16,6 @@ import math
 import os
 import statistics
 import tempfile
-import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from torch import nn
 
 import mxtensor as mx
 from examples import smollm2
+from mxtensor.core.compat_compile import compiled_alone
 
 from .cuda import Target, print_failures, print_verdicts
 from .harness import (
@@ -180,9 +180,8 @@ class Steps:
         self.position = torch.full((1, 1), PROMPT)
         if mode == "attention":
             model.set_attn_implementation("mxtensor")
-        if mode == "compiled":  # the code is a copy: contenders do not share torch's cache of graphs
-            own = types.FunctionType(_forward.__code__.replace(), globals())
-            self.forward = torch.compile(own, fullgraph=True, dynamic=False)
+        if mode == "compiled":  # contenders do not share torch's cache of graphs
+            self.forward = compiled_alone(_forward, dynamic=False)
         if mode == "decoding":
             mx.compile_decoding(model)
 

@@ -156,14 +156,20 @@ def _of_other_modules(style: Any, module: nn.Module, mode: str, mesh: DeviceMesh
     return None if split is None else split(style, mode, mesh)
 
 
-def _check_style(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a style of torch."""
-    for argument, value in arguments.items():
-        check(name, argument, value, FLAG if argument == "use_local_output" else PLACEMENT)
-    return arguments
+class _Style:
+    """What both styles add to torch's, besides the product: their arguments are checked."""
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:  # fmt: skip
+        given = {"input_layouts": input_layouts, "output_layouts": output_layouts, "use_local_output": use_local_output}
+        for argument, value in given.items():
+            check(type(self).__name__, argument, value, FLAG if argument == "use_local_output" else PLACEMENT)
+        super().__init__(**given)
 
 
-class ColwiseParallel(torch_parallel.ColwiseParallel):
+class ColwiseParallel(_Style, torch_parallel.ColwiseParallel):
     """Each rank computes ``out_features / world`` columns of a linear layer; arguments are those of torch's style.
 
     ``input_layouts``: Replicate() (default), or Shard(dim) of a dimension of tokens, which is gathered: as codes and
@@ -173,13 +179,6 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     float8 with one scale per row. Also takes ``mx.nn.Linear`` and ``mx.nn.LayerNormLinear``, whose recipe ``autocast``
     gives.
     """
-
-    def __init__(
-        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:  # fmt: skip
-        given = {"input_layouts": input_layouts, "output_layouts": output_layouts, "use_local_output": use_local_output}
-        super().__init__(**_check_style("ColwiseParallel", given))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
@@ -208,20 +207,13 @@ def _rows(self: nn.Linear, x: DTensor) -> DTensor:
     return summed if self.bias is None else cast(DTensor, summed + self.bias.to(summed.dtype))
 
 
-class RowwiseParallel(torch_parallel.RowwiseParallel):
+class RowwiseParallel(_Style, torch_parallel.RowwiseParallel):
     """Each rank contracts ``in_features / world`` values of a linear layer; arguments are those of torch's style.
 
     The partial results are summed in their dtype, as in torch's style, and the bias is added once after that.
     ``parallelize_module`` raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for
     delayed scaling and float8 with one scale per row. Also takes ``mx.nn.Linear``, whose recipe ``autocast`` gives.
     """
-
-    def __init__(
-        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:  # fmt: skip
-        given = {"input_layouts": input_layouts, "output_layouts": output_layouts, "use_local_output": use_local_output}
-        super().__init__(**_check_style("RowwiseParallel", given))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
