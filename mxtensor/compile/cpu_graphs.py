@@ -38,29 +38,33 @@ def _kind(parameter: Any) -> tuple[Any, ...]:
 
 
 class CpuGraph:
-    """What runs in the place of a compiled graph.
+    """What runs in the place of a compiled graph: its recording, or the generated code if that does not fit.
 
-    ``refusal``: why its calls cannot be made again, if so; ``runs`` and ``recordings`` are counted.
+    ``refusal``: why no call can be recorded, or None; ``runs``: calls that a recording has made; ``recordings``: how
+    many there were.
     """
 
     def __init__(self, graphs: list[CpuGraph]) -> None:
-        """``graphs``: all of its backend, which forget parameters together."""
+        """``graphs``: those of the same model, which forget replaced parameters together."""
         self.compiled: Callable[..., Any] = lambda *args: None
         self._graphs = graphs
         self.refusal: str | None = None
         self.runs = self.recordings = self._unused = self._paused = 0
-        self._codes = 0
+        self._pieces = 0  # of generated code in this graph
         self._recording: Recording | None = None
-        self._args: Arguments | None = None  # while a call is being recorded
+        self._args: Arguments | None = None  # of the call that is to be recorded
         self._parameters: Arguments | None = None
         self._copied: set[int] = set()
         self._addresses: list[int] = []
         self._lock = threading.Lock()
 
-    def changed(self, code: Code, mutated: Collection[int]) -> Code:
-        """What runs in the place of generated code, which writes to the ``mutated`` of its inputs."""
-        self._codes += 1
-        self.refusal = "the graph has several pieces of generated code" if self._codes > 1 else None
+    def wrapped(self, code: Code, mutated: Collection[int]) -> Code:
+        """What runs in the place of generated code: it records the call if ``__call__`` has noted its arguments.
+
+        ``mutated``: the places of the inputs that the code writes to.
+        """
+        self._pieces += 1
+        self.refusal = "the graph has several pieces of generated code" if self._pieces > 1 else None
 
         def recorded(inputs: list[Any]) -> Any:
             args, self._args = self._args, None
@@ -80,10 +84,10 @@ class CpuGraph:
                 if results is not None:
                     self.runs, self._unused = self.runs + 1, 0
                     return results
-            return self._without_recording(args)
+            return self._run_generated(args)
 
-    def _without_recording(self, args: Arguments) -> Any:
-        self._check(args)
+    def _run_generated(self, args: Arguments) -> Any:
+        self._check_parameters(args)
         if self.refusal is None:
             self._recording = None
         if not self._wants_recording():
@@ -99,7 +103,7 @@ class CpuGraph:
         self._finish(results, args)
         return results
 
-    def _check(self, args: Arguments) -> None:
+    def _check_parameters(self, args: Arguments) -> None:
         """Raises ReplacedError if one of the parameters is of another kind than in the first call."""
         if self._parameters is None:
             places = [i for i, arg in enumerate(args) if isinstance(arg, Parameter)]
@@ -123,7 +127,7 @@ class CpuGraph:
         if self.refusal is None:
             if isinstance(lib, str):
                 self.refusal = lib
-            elif not self._codes:
+            elif not self._pieces:
                 self.refusal = "torch's compiler generated no code that can be recorded"
         if self._unused == MOST_UNUSED:
             self._unused, self._paused = 0, PAUSE
@@ -154,14 +158,14 @@ class CpuGraph:
 _compiling: ContextVar[CpuGraph | None] = ContextVar("compiling", default=None)
 
 
-def _changed(code: Code, mutated: Collection[int]) -> Code:
+def _wrapped(code: Code, mutated: Collection[int]) -> Code:
     graph = _compiling.get()
-    return code if graph is None else graph.changed(code, mutated)
+    return code if graph is None else graph.wrapped(code, mutated)
 
 
 @cache
 def _install() -> bool:
-    return hook_compiled_graphs(_changed)
+    return hook_compiled_graphs(_wrapped)
 
 
 def backend(graphs: list[CpuGraph]) -> Callable[..., CpuGraph]:

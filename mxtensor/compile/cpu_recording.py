@@ -1,8 +1,8 @@
 """One call of the code that torch's compiler generated for a CPU: recorded, and made again without Python.
 
-Between the caller and that code is AOTAutograd, which unwraps tensor subclasses and makes views of results. Later
-calls go around it. So a recording knows which argument of the caller each input of the code is, or is a part of, and
-which result each output is.
+The way of a call is caller -> AOTAutograd -> generated code. AOTAutograd unwraps tensor subclasses and makes views of
+results. A recording goes around it: it knows from which argument of the caller each input of the code comes
+(``Sources``), and which result of the caller each output of the code is (``Recording.returns``).
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ def picker(indexes: Sequence[int]) -> Callable[[Arguments], Sequence[Any]]:
 
 
 class Sources:
-    """Where the inputs of generated code come from: ``given[i]`` is the argument that input i is; None for a part of a
-    wrapper. ``known``: whether all are one of the two."""
+    """From which arguments the inputs of generated code come.
+
+    ``argument_of[i]``: the number of the argument that input i is; None for a component of a tensor subclass.
+    ``known``: whether every input is one of the two.
+    """
 
     def __init__(self, args: Arguments, inputs: Sequence[Tensor]) -> None:
         wrappers = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and not is_plain(arg)]
@@ -68,25 +71,30 @@ class Sources:
         self._others_of = picker([i for i, arg in enumerate(args) if not isinstance(arg, Tensor)])
         self._others = self._others_of(args)
         self._ours, self._foreign = self._ours_of(args), self._foreign_of(args)
-        self._operands, self._components = (
-            joined(map(_OPERANDS, self._ours)),
-            joined(map(components_of, self._foreign)),
-        )
+        self._components = _made_of(self._ours, self._foreign)
         places = {id(arg): i for i, arg in enumerate(args) if is_plain(arg)}
         components = {id(part) for i in wrappers for part in components_of(args[i])}
-        self.given = [places.get(id(value)) for value in inputs]
-        self.known = all(i is not None or id(value) in components for i, value in zip(self.given, inputs, strict=True))
+        self.argument_of = [places.get(id(value)) for value in inputs]
+        found = zip(self.argument_of, inputs, strict=True)
+        self.known = all(i is not None or id(value) in components for i, value in found)
 
-    def hold(self, args: Arguments) -> bool:
-        """Whether wrappers, their components and what is no tensor are the same in these arguments."""
+    def are_same(self, args: Arguments) -> bool:
+        """Whether tensor subclasses, their components and what is no tensor are the same in these arguments.
+
+        Plain tensors are compared by ``cpu_graph.run``.
+        """
         ours, foreign = self._ours_of(args), self._foreign_of(args)
         return (
             same(ours, self._ours)
             and same(foreign, self._foreign)
-            and same(joined(map(_OPERANDS, ours)), self._operands)
-            and same(joined(map(components_of, foreign)), self._components)
+            and same(_made_of(ours, foreign), self._components)
             and self._others_of(args) == self._others
         )
+
+
+def _made_of(ours: Sequence[Any], foreign: Sequence[Any]) -> list[Any]:
+    """The operands of MXTensors, and the components of other subclasses."""
+    return joined(chain(map(_OPERANDS, ours), map(components_of, foreign)))
 
 
 class Views:
@@ -119,28 +127,32 @@ def _over(base: Tensor, like: Tensor) -> Tensor:
 
 
 class Recording:
-    """One call of generated code, which ``run`` makes again. ``refusal``: why it cannot be made again, if so.
+    """One call of generated code, which later calls repeat.
 
-    ``outputs`` of the code; after ``returns``, ``run`` gives what the caller gets for them.
+    1. ``Recording(...)`` calls the code and records what it calls; ``outputs`` is what the code returned.
+    2. ``returns`` notes what AOTAutograd made of the outputs for the caller.
+    3. ``run`` makes the recorded calls with other arguments, and gives the caller's results.
+
+    ``refusal``: why steps 2 and 3 are not possible; None if they are.
     """
 
     def __init__(self, lib: Any, code: Code, inputs: list[Any], args: Arguments, copied: Collection[int]) -> None:
-        """Calls the code. ``args``: of the caller; ``copied``: those that later calls may have at any address."""
+        """``args``: of the caller; ``copied``: the numbers of those that later calls may have at any address."""
         self._memory: list[Tensor] = []
+        self.refusal: str | None = None
         places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         self._sources = sources = Sources(args, [inputs[i] for i in places])
         observer = observed(code, partial(cpu_graph.Kernel, lib), self._saved)
-        self.refusal = None if sources.known else "an input of the code is no argument and no part of one"
+        if not sources.known:
+            observer = "an input of the code is no argument and no part of one"
         if isinstance(observer, str):
-            self.refusal = observer
-        if self.refusal is not None or isinstance(observer, str):
-            self.outputs = code(inputs)
+            self.refusal, self.outputs = observer, code(inputs)
             return
-        moving = [i for i, source in enumerate(sources.given) if source in copied]
+        moving = [i for i, source in enumerate(sources.argument_of) if source in copied]
         for i in moving:
             inputs[places[i]] = inputs[places[i]].clone()
-        given = [i for i, source in enumerate(sources.given) if source is not None]
-        self._given_of = picker([sources.given[i] for i in given])  # type: ignore[misc]
+        given = [i for i, source in enumerate(sources.argument_of) if source is not None]
+        self._given_of = picker([sources.argument_of[i] for i in given])  # type: ignore[misc]
         tensors = [inputs[i] for i in places]
         lib.mx_graph_begin()
         try:
@@ -171,7 +183,7 @@ class Recording:
         return keep
 
     def returns(self, values: Sequence[Any], args: Arguments) -> None:
-        """Tells what the caller got for the outputs."""
+        """Note what the caller got for the outputs; ``refusal`` if a result is neither an output nor an argument."""
         numbers = {id(result): i for i, result in enumerate(self._results)}
         places = {id(arg): i for i, arg in enumerate(args)}
         back = [value for value in values if id(value) not in numbers]  # arguments, and what is no tensor
@@ -186,7 +198,7 @@ class Recording:
 
     def run(self, args: Arguments) -> tuple[Any, ...] | None:
         """What the caller gets with these arguments; None if something is not as it was."""
-        if not self._sources.hold(args):
+        if not self._sources.are_same(args):
             return None
         given = list(self._given_of(args))
         results = cpu_graph.run(given, self._number) if all(map(is_plain, given)) else None

@@ -457,7 +457,7 @@ FAULTS = (
           "self._memory.append(made := allocate(*args))", "made = allocate(*args)",
           "compile/test_cpu_graphs.py"),
     Fault("a CPU graph goes on with the codes that a weight had", "compile/cpu_recording.py",
-          "and same(joined(map(_OPERANDS, ours)), self._operands)", "",
+          "and same(_made_of(ours, foreign), self._components)", "",
           "compile/test_cpu_graphs.py"),
     Fault("a CPU graph goes on with memory that codes had", "kernels/cpu/graph_op.cpp",
           "if (!place.holds(t)) return {};", "if (false) return {};",

@@ -53,7 +53,7 @@ def library() -> str | None:
     functions = kernels.mx_attention, kernels.mx_attention_finish, kernels.mx_attention_part
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
     op.mx_attention_use((ctypes.c_void_p * len(addresses))(*addresses))
-    cpu_graph.offered_by(op.mx_attention_record)
+    cpu_graph.connect_op(op.mx_attention_record)
     return None
 
 

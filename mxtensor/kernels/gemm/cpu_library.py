@@ -144,7 +144,7 @@ class Library:
         self._formats = [cpu.c_format(Format("cpu_linear", e, s, (1, 32))) for e in ELEMENTS for s in cpu.SCALES]
         self._op, self._casts, self.forget = op, casts, op.mx_linear_forget
         self.forget.argtypes = [ctypes.c_int64]
-        cpu_graph.offered_by(op.mx_linear_record)
+        cpu_graph.connect_op(op.mx_linear_record)
         self.use(kernels)
 
     def use(self, kernels: ctypes.CDLL) -> None:

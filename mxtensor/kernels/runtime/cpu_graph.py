@@ -42,23 +42,27 @@ def library() -> ctypes.CDLL | str:
         for symbol in SYMBOLS:
             getattr(lib, symbol).restype = None
         for record in _ops:
-            _tell(record, lib)
+            _connect(record, lib)
     return lib
 
 
 _ops: list[Any] = []
+"""The functions that ``connect_op`` got: an op may be loaded before the recorder."""
 
 
-def _tell(record: Any, lib: ctypes.CDLL) -> None:
+def _connect(record: Any, lib: ctypes.CDLL) -> None:
     record(*(ctypes.cast(function, ctypes.c_void_p) for function in (lib.mx_graph_wants, lib.mx_graph_take)))
 
 
-def offered_by(record: Any) -> None:
-    """Call it when an op that can make its calls again has been loaded; ``record`` is how its library learns of the
-    recorder (cpu/op_recorder.h)."""
+def connect_op(record: Any) -> None:
+    """Connect an op that offers a shorter way to repeat its calls (cpu/op_recorder.h) with the recorder.
+
+    ``record``: the C function of the op's library that takes the two functions of the recorder. Call this once, when
+    the library has been loaded.
+    """
     _ops.append(record)
     if library.cache_info().currsize and not isinstance(lib := library(), str):
-        _tell(record, lib)
+        _connect(record, lib)
 
 
 class Kernel:
