@@ -19,6 +19,7 @@ from ...numerics.validate import check_sizes
 from ..quantize.cpu import BLOCKS, KINDS, MODES, SCALES
 from ..quantize.select import fake_quantize
 from ..runtime.availability import exported
+from .by_codes import as_rows, can_be_prepared, readable_bias
 from .cpu_library import ELEMENTS, FEW_ROWS, library, linear, linear_groups, missing, prepared
 from .cpu_library import prepare as prepare_op
 from .spec import (
@@ -26,7 +27,6 @@ from .spec import (
     GemmArgs,
     GemmOperand,
     Unquantized,
-    flat_bias,
     not_a_bias_of_groups,
     not_rows_by_matrix,
 )
@@ -111,16 +111,10 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
         check_sizes(b, strided=True)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
-    if len(shape) != 2:
-        x = x.reshape(-1, x.shape[-1])
-    if not x.is_contiguous() and (cast is not None or x.stride(1) != 1 or x.stride(0) < x.shape[1]):
-        x = x.contiguous()
-    bias = flat_bias(args, shape)
-    if bias is not None and bias.dtype not in KINDS:
-        bias = bias.float()
     out: Tensor = linear(
-        x, b.data.contiguous(), b.scale.contiguous(), b.global_scale, x_global, bias, numbers_of(b.format),
-        float(args.alpha), float(args.beta), args.out_dtype, *_numbers_of_cast(cast),
+        as_rows(x, dense=cast is not None), b.data.contiguous(), b.scale.contiguous(), b.global_scale, x_global,
+        readable_bias(args, shape, KINDS), numbers_of(b.format), float(args.alpha), float(args.beta), args.out_dtype,
+        *_numbers_of_cast(cast),
     )  # fmt: skip
     return out if len(shape) == 2 else out.view(shape)
 
@@ -159,20 +153,15 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
     a is x (..., K) as rows, unquantized or plain.
     """
     assert isinstance(b, Operand)
-    bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
+    cast = a.cast if isinstance(a, Unquantized) else None
     if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast)):
         return None
-    simple = bias is None or (bias.shape == b.shape[-2:-1] and bias.is_contiguous() and bias.dtype in KINDS)
-    if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
-        return None
-    if not (b.data.is_contiguous() and b.scale.is_contiguous()):
+    if not can_be_prepared(x, b, args, KINDS) or x.numel() > FEW_ROWS * x.shape[-1]:
         return None
     check_sizes(b)
-    if not x.is_contiguous() or x.numel() > FEW_ROWS * x.shape[-1]:
-        return None
     rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], b.shape[-2])
     numbers = numbers_of(b.format), *_numbers_of_cast(cast)
-    return Launch(prepare_op(rows, b.data, b.scale, b.global_scale, bias, *numbers, shape))
+    return Launch(prepare_op(rows, b.data, b.scale, b.global_scale, args.bias, *numbers, shape))
 
 
 KERNEL = Kernel("cpu_codes", refuses, run, "cpu", prepare=prepare)

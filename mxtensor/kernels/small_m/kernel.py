@@ -22,13 +22,13 @@ from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
 from ...numerics.validate import check_sizes
+from ..gemm.by_codes import as_rows, can_be_prepared, readable_bias
 from ..gemm.row_operand import RowOperand
 from ..gemm.spec import (
     FakeQuantized,
     GemmArgs,
     GemmOperand,
     Unquantized,
-    flat_bias,
     not_a_bias_of_groups,
     not_row_scaled,
     not_rows_by_matrix,
@@ -124,18 +124,10 @@ def _call(a: GemmOperand, b: GemmOperand, ends: Tensor | None, args: GemmArgs, w
         check_sizes(b, strided=True)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
-    if len(shape) != 2:
-        x = x.reshape(-1, x.shape[-1])
-    if not x.is_contiguous() and (x.stride(1) != 1 or x.stride(0) < x.shape[1]):
-        x = x.contiguous()
-    bias = flat_bias(args, shape)
-    if bias is not None and bias.dtype not in TYPES:
-        bias = bias.float()
-    if ends is not None:
-        ends = ends.contiguous()
     out = recording.call(
-        work, x, b.data.contiguous(), b.scale.contiguous(), b.format, b.shape[-1], x_global, b.global_scale, bias, ends,
-        float(args.alpha), float(args.beta), args.out_dtype, cast,
+        work, as_rows(x), b.data.contiguous(), b.scale.contiguous(), b.format, b.shape[-1], x_global, b.global_scale,
+        readable_bias(args, shape, TYPES), None if ends is None else ends.contiguous(), float(args.alpha),
+        float(args.beta), args.out_dtype, cast,
     )  # fmt: skip
     return out if len(shape) == 2 else out.view(shape)
 
@@ -163,16 +155,13 @@ def _prepare(
     a is x (..., K) as rows, unquantized or plain.
     """
     assert isinstance(b, Operand)
-    bias, cast = args.bias, a.cast if isinstance(a, Unquantized) else None
+    cast = a.cast if isinstance(a, Unquantized) else None
     if not isinstance(a, Tensor) and (cast is None or not is_cast_here(cast, x)):
         return None
-    simple = bias is None or (bias.shape == b.shape[-2:-1] and bias.is_contiguous() and bias.dtype in TYPES)
-    if not simple or args.alpha != 1 or args.beta != 1 or args.out_dtype is not x.dtype:
-        return None
-    if not all(t is None or t.is_contiguous() for t in (x, b.data, b.scale, ends)):
+    if not can_be_prepared(x, b, args, TYPES) or not (ends is None or ends.is_contiguous()):
         return None
     check_sizes(b)
-    weight = Weight(b.data, b.scale, b.global_scale, bias)
+    weight = Weight(b.data, b.scale, b.global_scale, args.bias)
     return prepare_launch(x, [weight], b.format, b.shape[-1], cast, ends=ends, kind=kind)
 
 
