@@ -110,6 +110,17 @@ def test_products_whose_sums_may_overflow_go_through_the_op():
     assert "mxtensor::cpu_linear" in ops_of_a_run(f, x_like(1, 64) * 1e34)
 
 
+def test_products_that_were_recorded_with_such_values_read_later_ones():
+    """The op multiplies a smaller copy of them, which does not live longer than its call."""
+    width = 1 << 14
+    f = Compiled(block("nvfp4-weight-only", width))
+    f(x_like(1, width) * 1e34), f(x_like(1, width) * 1e34)
+    for size in (1, 1e34, 2, 3):
+        x = x_like(1, width) * size
+        got = f(x)
+        assert f.graph.runs and torch.equal(got, f.by_code(x))
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32])
 def test_attention_is_made_again_with_another_mask(queries, dtype):

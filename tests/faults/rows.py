@@ -472,7 +472,7 @@ FAULTS = (
           "for graph in self._graphs:", "for graph in [self]:",
           "compile/test_cpu_graphs.py"),
     Fault("a product is made again whatever its values", "kernels/cpu/linear_op.cpp",
-          "if (may_be_large && has_large(x)) return false;", "",
+          "if (overflows && has_large(x)) return false;", "",
           "compile/test_cpu_graphs.py"),
     Fault("attention is made again with the mask of its first call", "kernels/cpu/attention_op.cpp",
           "if (mask.defined()) write_summands(mask,", "if (false) write_summands(mask,",

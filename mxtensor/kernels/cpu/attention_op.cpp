@@ -65,16 +65,22 @@ Replay replay(const Attention& p, const Tensor& mask, const Tensor& added, const
   };
 }
 
-Tensor cpu_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double scale) {
+void check_sizes(const Tensor& query, const Tensor& key, const Tensor& value) {
   MX_CHECK_VALUE(query.dim() == 4 && key.dim() == 4 && value.dim() == 4, "mxtensor::cpu_attention takes (batch, heads, "
                  "tokens, head size), got ", query.sizes(), ", ", key.sizes(), " and ", value.sizes());
-  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), count = key.size(2), size = value.size(3);
-  const int64_t groups = key.size(1), group = groups ? heads / groups : 0, rows = group * queries;
+  const int64_t batch = query.size(0), heads = query.size(1), count = key.size(2), size = value.size(3);
+  const int64_t groups = key.size(1), group = groups ? heads / groups : 0, rows = group * query.size(2);
   MX_CHECK_VALUE(key.size(0) == batch && value.size(0) == batch && value.size(1) == groups && value.size(2) == count &&
                      group * groups == heads && key.size(3) == query.size(3),
                  "mxtensor::cpu_attention: ", query.sizes(), ", ", key.sizes(), " and ", value.sizes(), " do not fit");
   MX_CHECK_VALUE(rows <= MOST_ROWS && key.size(3) <= MOST_VALUES && size <= MOST_VALUES, "mxtensor::cpu_attention is for ",
                  MOST_ROWS, " rows that read a head of keys and ", MOST_VALUES, " values, not ", rows, " and ", key.size(3));
+}
+
+Tensor cpu_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double scale) {
+  check_sizes(query, key, value);
+  const int64_t batch = query.size(0), heads = query.size(1), queries = query.size(2), count = key.size(2), size = value.size(3);
+  const int64_t groups = key.size(1), group = groups ? heads / groups : 0, rows = group * queries;
   const Tensor q = query.contiguous(), k = key.stride(3) == 1 ? key : key.contiguous();
   const Tensor v = value.stride(3) == 1 ? value : value.contiguous();
   Tensor out = at::empty({batch, queries, heads, size}, q.options()).transpose(1, 2);  // torch's own layout

@@ -97,6 +97,7 @@ void decode_chunk(const uint8_t* codes, int n, const float* scale, float global_
 }
 
 inline int group(int bits) { return bits == 8 ? 1 : bits == 4 ? 2 : 4; }  // values in a group of whole bytes
+// Bytes of n codes.
 inline int64_t packed_size(int64_t n, int bits) { return ceil_div(n, group(bits)) * group(bits) * bits / 8; }
 
 inline void pack(const uint8_t* codes, int n, int bits, uint8_t* out) {  // codes after n are 0 up to a whole group

@@ -24,7 +24,7 @@ namespace {
 using at::Tensor;
 using c10::IValue;
 
-constexpr size_t MOST = 128;  // arguments of a kernel
+constexpr size_t MOST_ARGUMENTS = 128;  // of a kernel
 
 template <size_t... I>
 void call_kernel(void* kernel, const uint64_t* args, std::index_sequence<I...>) {
@@ -35,7 +35,7 @@ template <size_t... N>
 constexpr std::array<Caller, sizeof...(N)> callers_of(std::index_sequence<N...>) {
   return {[](void* kernel, const uint64_t* args) { call_kernel(kernel, args, std::make_index_sequence<N>()); }...};
 }
-constexpr auto CALLERS = callers_of(std::make_index_sequence<MOST + 1>());
+constexpr auto CALLERS = callers_of(std::make_index_sequence<MOST_ARGUMENTS + 1>());
 
 struct Call {
   void* kernel = nullptr;  // otherwise an op
@@ -71,8 +71,8 @@ struct Graph {
 
 thread_local std::unique_ptr<Graph> recording;
 thread_local at::CallbackHandle callback = 0;
-thread_local int depth = 0;  // ops that run: one of the recording, and those that it calls
-thread_local int others = 0;  // those of them that are not the same op, which a mode of torch calls again
+thread_local int depth = 0;   // ops that run at this moment: one of the recording, and those that it calls
+thread_local int nested = 0;  // those among them that are another op; a mode of torch calls the same op again
 std::mutex lock;
 std::unordered_map<int64_t, std::shared_ptr<Graph>> graphs;
 int64_t next = 0;
@@ -129,7 +129,7 @@ std::unique_ptr<at::ObserverContext> op_starts(const at::RecordFunction& functio
   if (!is_observed(function)) return nullptr;
   const auto name = function.operator_name();
   if (depth++) {
-    others += !is_op_of_call(*name);
+    nested += !is_op_of_call(*name);
     return nullptr;
   }
   Call& call = recording->calls.emplace_back();
@@ -143,7 +143,7 @@ std::unique_ptr<at::ObserverContext> op_starts(const at::RecordFunction& functio
 void op_ends(const at::RecordFunction& function, at::ObserverContext*) {
   if (!is_observed(function)) return;
   if (--depth) {
-    others -= !is_op_of_call(*function.operator_name());
+    nested -= !is_op_of_call(*function.operator_name());
     return;
   }
   Call& call = recording->calls.back();
@@ -169,7 +169,8 @@ void copy_to(const Tensor& to, const Tensor& from) {
   else to.copy_(from);
 }
 
-void make(const Call& call) {
+// Makes a recorded call: its kernel, the shorter way that its op offered, or the op itself.
+void repeat(const Call& call) {
   if (call.kernel) return CALLERS[call.args.size()](call.kernel, call.args.data());
   if (call.replay && call.replay()) return;
   std::vector<IValue> stack = call.inputs;
@@ -194,7 +195,7 @@ std::tuple<int64_t, std::vector<Tensor>> cpu_graph_end(
   MX_CHECK_VALUE(recording, "mxtensor::cpu_graph_end: this thread records nothing");
   at::removeCallback(callback);
   std::shared_ptr<Graph> graph = std::move(recording);
-  depth = others = 0;
+  depth = nested = 0;
   TORCH_CHECK_NOT_IMPLEMENTED(graph->refusal.empty(), graph->refusal);
   std::vector<Tensor> fixed;
   for (size_t i = 0; i < inputs.size(); i++) {
@@ -237,7 +238,7 @@ std::vector<Tensor> cpu_graph_run(at::TensorList inputs, int64_t number) {
     if (!place.holds(t)) return {};
   const at::AutoDispatchBelowADInplaceOrView below;
   for (const auto& [i, memory] : graph->copied) copy_to(memory, inputs[i]);
-  for (const Call& call : graph->calls) make(call);
+  for (const Call& call : graph->calls) repeat(call);
   return results_of(*graph);
 }
 
@@ -251,7 +252,7 @@ TORCH_LIBRARY_IMPL(mxtensor, CPU, m) {
 extern "C" {
 
 void mx_graph_begin() {
-  recording = std::make_unique<Graph>(), depth = others = 0;
+  recording = std::make_unique<Graph>(), depth = nested = 0;
   callback = at::addThreadLocalCallback(
       at::RecordFunctionCallback(op_starts, op_ends).needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
 }
@@ -259,14 +260,14 @@ void mx_graph_begin() {
 // A kernel with ``count`` arguments, addresses or integers of 64 bits, that is called now.
 void mx_graph_kernel(void* kernel, const uint64_t* args, int64_t count) {
   if (!recording) return;
-  if (size_t(count) > MOST) return refuse("a kernel has " + std::to_string(count) + " arguments");
+  if (size_t(count) > MOST_ARGUMENTS) return refuse("a kernel has " + std::to_string(count) + " arguments");
   Call call;
   call.kernel = kernel, call.args.assign(args, args + count);
   recording->calls.push_back(std::move(call));
 }
 
 // Whether the op that runs is one of the recording, not one that such an op calls.
-bool mx_graph_wants() { return recording && depth && !others; }
+bool mx_graph_wants() { return recording && depth && !nested; }
 void mx_graph_take(Replay* replay, const void* result) {
   recording->calls.back().replay = std::move(*replay), recording->calls.back().result = result;
 }
@@ -279,7 +280,7 @@ void mx_graph_refuse(const char* why) {
 void mx_graph_drop() {
   if (!recording) return;
   at::removeCallback(callback);
-  recording.reset(), depth = others = 0;
+  recording.reset(), depth = nested = 0;
 }
 
 void mx_graph_free(int64_t number) {

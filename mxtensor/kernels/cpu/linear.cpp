@@ -67,8 +67,8 @@ void mx_linear_pack(Problem* p, int exactly, int64_t first, int64_t end) {
         return;
       }
       const int64_t bytes = packed_row<D>(*p) * (p->mode == IN_BFLOAT16 ? 2 : 4);
-      for (int64_t m = first; m < end && p->mode != CAREFULLY; m++) {
-        if (!exactly && !is_tame(x + m * p->x_stride, p->k)) p->mode = CAREFULLY;
+      for (int64_t m = first; m < end && p->mode != IN_DOUBLE; m++) {
+        if (!exactly && !fits_float32_sums(x + m * p->x_stride, p->k)) p->mode = IN_DOUBLE;
         else if (!tiles) pack_row<D>(x + m * p->x_stride, p->k, p->mode == IN_BFLOAT16, static_cast<char*>(p->packed) + m * bytes);
       }
       if (p->mode == IN_TILES) pack_tiles<D>(*p, first, end);
@@ -90,7 +90,7 @@ void mx_linear_finish(const Problem* p, int64_t first, int64_t end, const float*
 
 // Results of rows first to end - 1 of w.
 void mx_linear_rows(const Problem* p, int64_t first, int64_t end) {
-  if (p->mode != CAREFULLY) {
+  if (p->mode != IN_DOUBLE) {
     with_decoder(p->element, [&](auto* decoder) {
       using D = std::remove_pointer_t<decltype(decoder)>;
       if (p->mode == IN_TILES) rows_by_tiles<D>(*p, first, end);
@@ -100,14 +100,9 @@ void mx_linear_rows(const Problem* p, int64_t first, int64_t end) {
   }
   for (int64_t n = first; n < end; n++) {
     float sums[64];
-    Problem some = *p;
     for (int64_t m = 0; m < p->m; m += 64) {
-      some.m = smaller<int64_t>(64, p->m - m);
-      with_kind(p->x_kind, [&](auto kind) { some.x = static_cast<const decltype(kind)*>(p->x) + m * p->x_stride; });
-      with_kind(p->out_kind, [&](auto kind) { some.out = static_cast<decltype(kind)*>(p->out) + m * p->out_stride; });
-      if (p->bias)
-        with_kind(p->bias_kind, [&](auto kind) { some.bias = static_cast<const decltype(kind)*>(p->bias) + m * p->bias_stride; });
-      careful_row(some, n, sums, 1);
+      const Problem some = rows_of(*p, m, smaller<int64_t>(64, p->m - m));
+      row_in_double(some, n, sums, 1);
       finish(some, n, n + 1, sums, 1);
     }
   }

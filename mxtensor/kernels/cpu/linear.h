@@ -1,5 +1,5 @@
 // Products y = x w^T of a few rows x with a quantized weight w (N, K): what all instruction sets share. The fields of
-// the problem, the values of scales, rows that need care, and the rounding of the result.
+// the problem, the values of scales, rows that are multiplied in double, and the rounding of the result.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -9,8 +9,6 @@
 #include "problem.h"
 
 namespace {
-
-constexpr int BITS[] = {8, 8, 6, 6, 4, 8};
 
 inline int64_t block_cols(const Problem& p) { return p.block_cols < 0 ? p.k : p.block_cols; }
 // Scales that a step of so many values has: one where a block has it whole.
@@ -66,8 +64,8 @@ template <typename F> void with_kind(int kind, F work) {
   else work(Half());
 }
 
-// One row of w with every row of x, value by value as the definition says: for infinities, NaN and extreme scales.
-inline void careful_row(const Problem& p, int64_t n, float* sums, int64_t step) {
+// One row of w with every row of x in double, value by value as the definition says: for infinities, NaN and extreme scales.
+inline void row_in_double(const Problem& p, int64_t n, float* sums, int64_t step) {
   const uint8_t* row = p.data + n * p.row_bytes;
   const float* values = tables().value[p.element];
   const int64_t scales = scale_row(p, n) * p.scale_stride, block = block_cols(p);
@@ -85,10 +83,21 @@ inline void careful_row(const Problem& p, int64_t n, float* sums, int64_t step) 
 }
 
 // Whether sums over blocks of the values of this row of x neither overflow nor vanish before they are scaled.
-template <typename T> bool is_tame(const T* x, int64_t k) {
+template <typename T> bool fits_float32_sums(const T* x, int64_t k) {
   int32_t most = 0;
   for (int64_t i = 0; i < k; i++) most = larger(most, as_int(load(x[i])) & 0x7FFFFFFF);
   return most == 0 || (most >= (127 - 40) << 23 && most < (127 + 60) << 23);
+}
+
+// The same product for ``count`` rows of x from ``first`` on. Packed x stays that of all rows.
+inline Problem rows_of(const Problem& p, int64_t first, int64_t count) {
+  Problem some = p;
+  some.m = count;
+  with_kind(p.x_kind, [&](auto kind) { some.x = static_cast<const decltype(kind)*>(p.x) + first * p.x_stride; });
+  with_kind(p.out_kind, [&](auto kind) { some.out = static_cast<decltype(kind)*>(p.out) + first * p.out_stride; });
+  if (p.bias)
+    with_kind(p.bias_kind, [&](auto kind) { some.bias = static_cast<const decltype(kind)*>(p.bias) + first * p.bias_stride; });
+  return some;
 }
 
 // Sums of rows first to end - 1 of w, times the global scales, plus the bias, rounded once.

@@ -3,7 +3,7 @@
 //
 // A tile of w has 16 rows of w with 32 values each, in the order of packed x; a tile of x has, for each pair of these
 // values, those of 16 rows of x. So neither codes nor decoded values are transposed, only x and the sums. The instruction
-// takes subnormal values as zero: rows of w with scales so small that this counts are multiplied with care.
+// takes subnormal values as zero: rows of w with scales so small that this counts are multiplied in double.
 //
 // There is no product of int8 codes as integers (TDPBSSD). Blocks of 32 have scales of their own, so a step could take 32
 // bytes a row only: as many products as a step of bfloat16, in as many cycles, and its sums would still have to be stored,
@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t PIECE = 512;  // values of a row of w that are decoded at a time
 constexpr int64_t PIECE_PITCH = PIECE + 32;  // a power of two would put the rows of a tile into few sets of the cache
 constexpr int64_t MOST_TILE_ROWS = 128;      // of w at a time; 32 where all rows of x fit the cache beside them
-constexpr int32_t LEAST_EXPONENT = 64 << 23, MOST_EXPONENT = 190 << 23;  // of scales that need no care
+constexpr int32_t LEAST_EXPONENT = 64 << 23, MOST_EXPONENT = 190 << 23;  // of scales that tiles take
 
 // Whether x and decoded w are exact in bfloat16, and there are enough rows of x, and not too many.
 inline bool takes_tiles(const Problem& p) {
@@ -70,7 +70,7 @@ template <typename D> void pack_tiles(const Problem& p, int64_t first, int64_t e
   }
 }
 
-// Whether no product of row n of w needs care: its scales are neither large nor so small that products vanish, or belong
+// Whether tiles take row n of w: its scales are neither large nor so small that products vanish, or belong
 // to blocks of zeros.
 template <typename D> bool is_usual(const Problem& p, int64_t n, int64_t steps, int per_step, const float* scales) {
   const int64_t values = D::STEP / per_step;
@@ -164,16 +164,11 @@ template <typename D> void rows_by_tiles(const Problem& p, int64_t first, int64_
       multiply_piece(piece, rows, x, values * 32, blocks, smaller(PIECE, values - start) / 32, start == 0, sums, pitch);
     }
     for (int64_t n = top; n < bottom; n++)
-      if (!usual[n - top]) careful_row(p, n, sums + (n - top) * pitch, 1);
+      if (!usual[n - top]) row_in_double(p, n, sums + (n - top) * pitch, 1);
     for (int64_t m = 0; m < p.m; m += 16) {
       alignas(64) float of_block[16 * MOST_TILE_ROWS];
       for (int64_t n = 0; n < rows; n += 16) transpose(sums + n * pitch + m, pitch, of_block + n, MOST_TILE_ROWS);
-      Problem some = p;
-      some.m = smaller<int64_t>(16, p.m - m);
-      with_kind(p.out_kind, [&](auto kind) { some.out = static_cast<decltype(kind)*>(p.out) + m * p.out_stride; });
-      if (p.bias)
-        with_kind(p.bias_kind, [&](auto kind) { some.bias = static_cast<const decltype(kind)*>(p.bias) + m * p.bias_stride; });
-      finish(some, top, bottom, of_block, MOST_TILE_ROWS);
+      finish(rows_of(p, m, smaller<int64_t>(16, p.m - m)), top, bottom, of_block, MOST_TILE_ROWS);
     }
   }
   tiles_end();

@@ -36,8 +36,7 @@ template <typename D> struct IntegersOf;
 template <int ELEMENT> struct IntegersOf<Decoder<ELEMENT>> { using type = Integers<ELEMENT>; };
 
 // Bytes of a row of packed x: a byte for each value, then a scale for each block.
-inline int64_t row_of_x(const Problem& p) { return ceil_div(ceil_div(p.k, 32) * 36, 64) * 64; }
-template <typename D> int64_t integer_row(const Problem& p) { return row_of_x(p); }
+template <typename D> int64_t integer_row(const Problem& p) { return ceil_div(ceil_div(p.k, 32) * 36, 64) * 64; }
 
 // Packs a row of x. False if a code is -128, which has no magnitude, or if scales are so large or so small that sums in
 // float32 could not take them.
@@ -85,7 +84,7 @@ void integer_dots_of_rows(const Problem& p, int outs, const uint8_t* w, int64_t 
                           int64_t scales_step, int, float* sums, int64_t step) {
   using I = typename IntegersOf<D>::type;
   const char* x = static_cast<const char*>(p.packed);
-  const int64_t x_bytes = row_of_x(p);
+  const int64_t x_bytes = integer_row<D>(p);
   const auto work = [&](auto rows, auto pair, int64_t m, int o, int64_t first, int64_t end) ALWAYS_INLINE {
     integer_dots<decltype(rows)::value, decltype(pair)::value, I>(p, x + m * x_bytes, x_bytes, w + o * w_step, w_step,
                                                                   scales + o * scales_step, scales_step, first, end,

@@ -10,16 +10,16 @@
 #include <vector>
 
 #include "op_cast.h"
+#include "op_overflow.h"
 #include "op_product.h"
 #include "op_recorder.h"
-#include "op_tame.h"
 
 namespace {
 
 // The products of few rows of x, another time.
-Replay replay(const std::vector<Problem>& all, const std::optional<Cast>& cast, const Tensor& x, bool may_be_large) {
+Replay replay(const std::vector<Problem>& all, const std::optional<Cast>& cast, const Tensor& x, bool overflows) {
   return [=] {
-    if (may_be_large && has_large(x)) return false;
+    if (overflows && has_large(x)) return false;
     std::vector<Problem> now = all;
     Tensor memory;
     if (cast) memory = cast_x(now, *cast, x.options());
@@ -38,9 +38,9 @@ Tensor cpu_linear_shared(const Tensor& given, at::TensorList data, at::TensorLis
   std::vector<Problem> all;
   bool scaled = false;
   for (size_t i = 0; i < count; i++) scaled = scaled || global_scale[i].has_value();
-  const double before = alpha;
-  const Tensor x = scaled && !has_global_scale(cast) ? tamed(given, alpha) : given;
-  if (alpha != before) amax_epsilon *= DOWN;
+  std::optional<Cast> c = cast_of(cast, amax_epsilon);
+  const bool overflows = may_overflow(scaled, c);
+  const Tensor x = overflows ? scaled_down(given, alpha, c) : given;
   int64_t width = 0;
   for (size_t i = 0; i < count; i++) {
     all.push_back(problem_of(x, data[i], scale[i], global_scale[i], x_global, bias[i], format, alpha, beta));
@@ -54,11 +54,6 @@ Tensor cpu_linear_shared(const Tensor& given, at::TensorList data, at::TensorLis
     to += each.n * out.element_size();
   }
   if (!rows || !all[0].k) return out.zero_();
-  std::optional<Cast> c;
-  if (!cast.empty()) {
-    MX_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
-    c = cast_of(cast, amax_epsilon);
-  }
   const std::vector<Problem> before_cast = is_recorded() ? all : std::vector<Problem>();
   Tensor memory;
   if (c) memory = cast_x(all, *c, x.options());
@@ -68,7 +63,7 @@ Tensor cpu_linear_shared(const Tensor& given, at::TensorList data, at::TensorLis
     for (size_t i = 0; i < count; first += all[i].n, i++) by_blas(all[i], few, x, bias[i], out.narrow(1, first, all[i].n));
     return out;
   }
-  offer(out, [&] { return replay(before_cast, c, unowned(x), scaled && !has_global_scale(cast)); });
+  if (x.is_same(given)) offer(out, [&] { return replay(before_cast, c, unowned(x), overflows); });  // not a copy, which ends here
   return out;
 }
 
@@ -91,17 +86,13 @@ Tensor cpu_linear_groups(const Tensor& given, const Tensor& data, const Tensor& 
   MX_CHECK_VALUE(ends.dim() == 1 && ends.size(0) == groups && ends.scalar_type() == at::kInt && ends.is_contiguous() && ends.is_cpu(),
                  "mxtensor::cpu_linear_groups: ", groups, " weights need as many ends of groups in int32, got ", ends.scalar_type(),
                  " ", ends.sizes());
-  const double before = alpha;
-  const Tensor x = global_scale && !has_global_scale(cast) ? tamed(given, alpha) : given;
-  if (alpha != before) amax_epsilon *= DOWN;
+  std::optional<Cast> c = cast_of(cast, amax_epsilon);
+  const Tensor x = may_overflow(global_scale.has_value(), c) ? scaled_down(given, alpha, c) : given;
   Problem all = problem_of(x, data.select(0, 0), scale.select(0, 0), global_scale, x_global, std::nullopt, format, alpha, 0);
   const Tensor out = at::empty({all.m, all.n}, x.options().dtype(out_dtype));
   all.out_kind = kind_of(out_dtype);
   Tensor memory;
-  if (!cast.empty() && all.m && all.k) {
-    MX_CHECK_VALUE(x.is_contiguous() && !x_global, "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
-    memory = fake_quantize(all, cast_of(cast, amax_epsilon), x.options());
-  }
+  if (c && all.m && all.k) memory = fake_quantize(all, *c, x.options());
   const int64_t codes = all.n * all.row_bytes, scales = scale.stride(0) * scale.element_size();
   const int64_t row = all.x_stride * (all.x_kind == FLOAT32 ? 4 : 2);
   const int* until = ends.const_data_ptr<int>();
@@ -140,7 +131,7 @@ int64_t cpu_linear_prepare(const Tensor& x, const Tensor& data, const Tensor& sc
   made->problem = problem_of(x, data, scale, global_scale, std::nullopt, bias, format, 1, 1);
   made->problem.out_kind = made->problem.x_kind;
   made->shape = shape.vec();
-  if (!cast.empty()) made->cast = cast_of(cast, amax_epsilon);
+  made->cast = cast_of(cast, amax_epsilon);
   const std::lock_guard<std::mutex> guard(lock);
   if (unused.empty()) {
     all_prepared.push_back(std::move(made));
@@ -164,9 +155,7 @@ Tensor cpu_linear_prepared(const Tensor& given, int64_t number) {
                    "mxtensor::cpu_linear_prepared: product ", number, " was not prepared for ", given.sizes());
     p = known->problem, shape = known->shape, cast = known->cast;
   }
-  const double before = p.alpha;
-  const Tensor x = p.global_scale && !(cast && cast->global_scale) ? tamed(given.view({p.m, p.k}), p.alpha) : given;
-  if (cast && p.alpha != before) cast->amax_epsilon *= DOWN;
+  const Tensor x = may_overflow(p.global_scale, cast) ? scaled_down(given.view({p.m, p.k}), p.alpha, cast) : given;
   Tensor out = at::empty(shape, x.options());
   p.x = memory_of(x, "x"), p.out = out.mutable_data_ptr();
   Tensor memory;

@@ -12,7 +12,7 @@ template <int N> using Int = std::integral_constant<int, N>;
 template <int ELEMENT> struct Decoder;
 
 // ``wanted`` scales as float32, ``per_step`` for each step of values: those of ``blocks`` blocks, whose scales begin at
-// ``start``, and zeros. False if one needs care.
+// ``start``, and zeros. False if one is for products in double.
 bool scales_of(const Problem& p, int64_t start, int64_t blocks, int step, int per_step, int64_t wanted, float* out);
 
 int most_outs(int64_t m, int outs);  // how many of ``outs`` rows of w dots_of_rows takes with m rows of x
@@ -64,7 +64,8 @@ inline bool scales_of_row(const Problem& p, int64_t n, int step, int per_step, i
   return scales_of(p, start, blocks, step, per_step, steps * per_step, out);
 }
 
-// The scales of rows first to end - 1 of w, and which rows need no care. Scales without gaps between rows are made at once.
+// The scales of rows first to end - 1 of w, and which rows are not for products in double (``plain``). Scales without gaps
+// between rows are made at once.
 inline void scales_of_rows(const Problem& p, int64_t first, int64_t end, int step, int per_step, int64_t steps, float* out,
                            bool* plain) {
   const int64_t row = steps * per_step, all = (end - first) * row;
@@ -101,7 +102,7 @@ template <typename D> void linear_rows(const Problem& p, int64_t first, int64_t 
       scales_of_rows(p, n, stop, D::STEP, per_step, steps, scales, plain);
       for (int64_t r = n; r < stop;) {
         if (!plain[r - n]) {
-          careful_row(p, r, sums + (r - top), PITCH);
+          row_in_double(p, r, sums + (r - top), PITCH);
           r++;
           continue;
         }
@@ -156,6 +157,5 @@ template <typename F> void with_decoder(int element, F work) {
     default: return work(static_cast<Decoder<INT8_ID>*>(nullptr));
   }
 }
-
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
+#include <optional>
 #include <vector>
 
 #include "op_functions.h"
@@ -19,9 +20,9 @@ struct Cast {
   float amax_epsilon;
 };
 
-inline bool has_global_scale(IntArrayRef cast) { return cast.size() == 7 && cast[4] != 0; }
-
-Cast cast_of(IntArrayRef cast, double amax_epsilon) {
+// The cast that the op got as numbers; none for no numbers.
+std::optional<Cast> cast_of(IntArrayRef cast, double amax_epsilon) {
+  if (cast.empty()) return std::nullopt;
   MX_CHECK_VALUE(cast.size() == 7 && is_format(cast), "mxtensor::cpu_linear: there is no cast ", cast);
   Cast c;
   c.format = *formats[cast[0]][cast[1]];
@@ -44,6 +45,8 @@ int32_t amax_of(const Problem& p) {
 
 // x as the values that its codes stand for, in the memory that is returned; the global scale comes last in it.
 Tensor fake_quantize(Problem& p, const Cast& c, const at::TensorOptions& options) {
+  MX_CHECK_VALUE((p.m < 2 || p.x_stride == p.k) && !p.x_global,
+                 "mxtensor::cpu_linear: values that are cast must be contiguous and have no scale");
   const Format& f = c.format;
   const int64_t tile = f.rows < 0 ? 1 : f.rows, bands = ceil_div(p.m, tile), code_bytes = ceil_div(p.k, 4) * 4;
   const int64_t scales = f.cols < 0 ? bands : bands * ceil_div(p.k, f.cols), values = p.m * p.k * (c.exact ? 2 : 4);
@@ -67,7 +70,7 @@ Tensor fake_quantize(Problem& p, const Cast& c, const at::TensorOptions& options
   p.x = to, p.x_kind = kind, p.x_stride = p.k, p.x_global = global_scale;
   if (c.integers) {
     p.x_element = c.element, p.x_scale_kind = c.scale, p.x_block = f.cols;
-    p.x_codes = codes, p.x_codes_stride = row_bytes(c.element, p.k);
+    p.x_codes = codes, p.x_codes_stride = packed_size(p.k, BITS[c.element]);
     p.x_scales = reinterpret_cast<const uint8_t*>(to + at_scales), p.x_scales_stride = ceil_div(p.k, f.cols);
   }
   return memory;

@@ -2,7 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include "format.h"
+#include "elements.h"
 #include "op_check.h"
 #include "problem.h"
 
@@ -25,16 +25,7 @@ struct Functions {
 } functions;
 const Format* formats[6][4];  // by element and scale, with blocks to be filled in
 
-constexpr int BITS[] = {8, 8, 6, 6, 4, 8};
-
 int32_t kind_of(at::ScalarType type) { return kind_of(type, "cpu_linear"); }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Bytes of n codes.
-int64_t row_bytes(int element, int64_t n) {
-  const int bits = BITS[element], group = bits == 8 ? 1 : bits == 4 ? 2 : 4;
-  return ceil_div(n, group) * group * bits / 8;
-}
 
 bool is_format(IntArrayRef f) {
   return f[0] >= 0 && f[0] < 6 && f[1] >= 0 && f[1] < 4 && (f[2] == -1 || f[2] > 0) && (f[3] == -1 || f[3] > 0);

@@ -16,7 +16,7 @@ const void* memory_of(const Tensor& t, const char* what) {
 }
 
 void check_codes(const Problem& p, const Tensor& data, const Tensor& scale) {
-  const int64_t bytes = row_bytes(p.element, p.k);
+  const int64_t bytes = packed_size(p.k, BITS[p.element]);
   const int64_t rows = p.block_rows < 0 ? 1 : ceil_div(p.n, p.block_rows), cols = p.block_cols < 0 ? 1 : ceil_div(p.k, p.block_cols);
   MX_CHECK_VALUE(data.is_contiguous() && data.size(1) == bytes && data.element_size() == 1,
                  "mxtensor::cpu_linear: ", p.k, " values are ", bytes, " contiguous bytes of codes, got ", data.sizes());

@@ -48,22 +48,22 @@ Tensor pack_x(Problem& p, const at::TensorOptions& options) {
   Tensor memory;
   if (bytes > SAVED) memory = at::empty({bytes}, options.dtype(at::kByte));
   p.packed = bytes > SAVED ? memory.mutable_data_ptr() : scratch(bytes);
-  std::atomic<bool> careful{false};
+  std::atomic<bool> in_double{false};
   at::parallel_for(0, tiles, std::max<int64_t>(1, LEAST / (16 * p.k)), [&](int64_t first, int64_t end) {
     Problem mine = p;
     functions.pack(&mine, false, first * 16, std::min(end * 16, p.m));
-    if (mine.mode == CAREFULLY) careful = true;
+    if (mine.mode == IN_DOUBLE) in_double = true;
   });
-  if (careful) p.mode = CAREFULLY;
+  if (in_double) p.mode = IN_DOUBLE;
   return memory;
 }
 
 // Few rows: each code is decoded in a register or, for tiles, in the cache, for all rows of x. Several weights: x is packed
-// once, and the threads share the rows of all weights. False if more than FEW_ROWS rows need care: nothing is done.
+// once, and the threads share the rows of all weights. False if more than FEW_ROWS rows are for products in double: nothing is done.
 bool by_codes(Problem* all, size_t count, const at::TensorOptions& options) {
   Problem& p = all[0];
   const Tensor memory = pack_x(p, options);
-  if (p.mode == CAREFULLY && p.m > FEW_ROWS) return false;
+  if (p.mode == IN_DOUBLE && p.m > FEW_ROWS) return false;
   int64_t total = p.n;
   for (size_t i = 1; i < count; i++) all[i].packed = p.packed, all[i].mode = p.mode, total += all[i].n;
   const int64_t grain = std::max<int64_t>(32, LEAST / p.k);

@@ -39,7 +39,8 @@ HEADERS = tuple(
 )  # fmt: skip
 OP_HEADERS = (
     *native_ops.HEADERS,
-    *(HERE / f"op_{name}.h" for name in ("functions", "cast", "problem", "product", "tame")),
+    HERE / "elements.h",
+    *(HERE / f"op_{name}.h" for name in ("functions", "cast", "overflow", "problem", "product")),
 )
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 SYMBOLS = tuple(f"mx_linear_{name}" for name in ("packed_row", "pack", "rows", "decode", "finish", "instructions"))

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 
+#include "op_cast.h"
 #include "op_functions.h"
 #include "op_problem.h"
 
@@ -32,10 +34,16 @@ bool has_large(const Tensor& x) {
   return large;
 }
 
-// x, or x times DOWN and alpha times UP if x has such values; only values below 2^-94 lose bits then.
-Tensor tamed(const Tensor& x, double& alpha) {
+// Whether sums of x, which may still be cast, may overflow before a global scale of w (``scaled``: it has one). A cast with a
+// global scale of its own makes x small.
+bool may_overflow(bool scaled, const std::optional<Cast>& cast) { return scaled && !(cast && cast->global_scale); }
+
+// x, or x times DOWN if it has large values: then alpha is UP times as large, and the cast of x has another least amax. Only
+// values below 2^-94 lose bits.
+Tensor scaled_down(const Tensor& x, double& alpha, std::optional<Cast>& cast) {
   if (!has_large(x)) return x;
   alpha *= UP;
+  if (cast) cast->amax_epsilon *= DOWN;
   return at::mul(x, DOWN);
 }
 
