@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import mxtensor as mx
 
-from .harness import Row, Work, arguments, machine, print_table, side_by_side, write_json
+from .harness import Prepare, Row, Work, arguments, machine, print_table, side_by_side, write_json
 
 SIZE = 4096
 ROWS = 512
@@ -20,7 +20,6 @@ CASTS = {"mxfp8": torch.float8_e4m3fn, "mxfp6_e2m3": "fp6_e2m3", "mxfp4": torch.
 """Our format -> torchao's element dtype (NVFP4 is a class of its own there)."""
 
 HEADER = ["work", "contender", "ms", "ratio", "GB/s"]
-Prepare = Callable[[], Work]
 
 
 def values(*shape: int) -> torch.Tensor:

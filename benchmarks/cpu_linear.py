@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 import mxtensor as mx
 
-from .harness import Prepare, Row, Work, machine, parser, print_table, side_by_side, write_json
+from .harness import Prepare, Row, Work, machine, parser, print_table, side_by_side, timed, write_json
 
 SHAPES = {
     "SmolLM2-135M": ((576, 576), (192, 576), (1536, 576), (576, 1536)),
@@ -32,6 +33,16 @@ CACHE = 1 << 26
 """Bytes of weights between two uses of the same one."""
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADER = ["layer", "rows", "contender", "us", "speedup", "GB/s", "of bandwidth"]
+
+
+@dataclass
+class LayerRow(Row):
+    """One layer (K,) -> (N,) with ``rows`` rows of activations."""
+
+    model: str = ""
+    n: int = 0
+    k: int = 0
+    rows: int = 0
 
 
 def layer(n: int, k: int, dtype: torch.dtype, config: str | None) -> torch.nn.Linear:
@@ -84,15 +95,14 @@ def bandwidth(repeats: int) -> float:
     return row.gbps("sum")
 
 
-def measured(model: str, n: int, k: int, rows: int, configs: list[str], repeats: int) -> Row:
+def measured(model: str, n: int, k: int, rows: int, configs: list[str], repeats: int) -> LayerRow:
     """One layer with one number of rows, all contenders."""
     contenders: dict[str, Prepare] = {name: rotated(n, k, rows, dtype, None) for name, dtype in PLAIN.items()}
     contenders["torchao int8"] = torchao_int8(n, k, rows)
     for config in configs:
         contenders[config] = rotated(n, k, rows, torch.bfloat16, config)
-    row = side_by_side(f"{model} {n}x{k}, {rows} rows", contenders, 0, repeats)
-    row.nbytes = rows  # of a table's second column
-    return row
+    row = LayerRow(f"{model} {n}x{k}, {rows} rows", {}, model=model, n=n, k=k, rows=rows)
+    return timed(row, contenders, repeats)
 
 
 def speedup(row: Row, contender: str) -> float:
@@ -100,17 +110,16 @@ def speedup(row: Row, contender: str) -> float:
     return min(row.times[name] for name in PLAIN) / row.times[contender]
 
 
-def lines(rows: list[Row], peak: float) -> list[list[str]]:
-    """The table: the contender with the least speedup first."""
+def lines(rows: list[LayerRow], peak: float) -> list[list[str]]:
+    """The table, the contender with the least speedup first; ``peak``: the bandwidth of memory in GB/s."""
     found: list[tuple[float, list[str]]] = []
     for row in rows:
-        shape = row.work.split(",")[0].split()[-1]
-        n, k = map(int, shape.split("x"))
         for name, ms in row.times.items():
             if name not in CONFIGS:
                 continue
-            rate = nbytes(layer(n, k, torch.bfloat16, name)) / ms / 1e6
-            cells = [row.work.split(",")[0], str(row.nbytes), name, f"{ms * 1e3:.0f}", f"{speedup(row, name):.2f}"]
+            rate = nbytes(layer(row.n, row.k, torch.bfloat16, name)) / ms / 1e6
+            where = f"{row.model} {row.n}x{row.k}"
+            cells = [where, str(row.rows), name, f"{ms * 1e3:.0f}", f"{speedup(row, name):.2f}"]
             found.append((speedup(row, name), [*cells, f"{rate:.1f}", f"{rate / peak:.2f}"]))
     return [cells for _, cells in sorted(found, key=lambda pair: pair[0])]
 

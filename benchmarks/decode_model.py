@@ -127,6 +127,33 @@ def _forward(run: Callable[..., Tensor], layer: nn.Module, cache: OneLayerCache,
     return run(layer, *args, **kwargs)
 
 
+def synchronize(device: str) -> None:
+    """Wait for the GPU, if there is one."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], Any], device: str, calls: int = 1) -> float:
+    """Wall time of so many calls."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def captured(step: Callable[[], Any], device: str) -> Callable[[], Any]:
+    """A step of decoding as a CUDA graph; on a CPU the step itself."""
+    if device != "cuda":
+        return step
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def measured(
     config: str, make: Callable[[], nn.Module], device: str, prefill: int = PREFILL, compiles: bool = False
 ) -> ModelRow:
@@ -134,7 +161,6 @@ def measured(
 
     ``prefill`` is its number of tokens; ``compiles`` says whether the decoder layers are compiled.
     """
-    cuda = device == "cuda"
     model = make()
     row = ModelRow(config, {})
     if config != BASE:
@@ -151,35 +177,14 @@ def measured(
     if compiles:
         compile_layers(decoder)
     decoder.step()
-    step: Callable[[], Any] = decoder.step
-    if cuda:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            decoder.step()
-        step = graph.replay
-    best = float("inf")
-    for _ in range(ROUNDS):
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(TOKENS):
-            step()
-        if cuda:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
+    step = captured(decoder.step, device)
+    best = min(seconds_of(step, device, TOKENS) for _ in range(ROUNDS))
     row.times["token"] = best / TOKENS * 1e3
     row.tokens_a_second = TOKENS / best
     prompt = torch.randint(0, 1000, (1, prefill), device=device)
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        model(input_ids=prompt, use_cache=False, logits_to_keep=1)
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    row.times["prefill"] = min(seconds) * 1e3
-    del decoder, model
+    whole_prompt = partial(model, input_ids=prompt, use_cache=False, logits_to_keep=1)
+    row.times["prefill"] = 1e3 * min(seconds_of(whole_prompt, device) for _ in range(4))
+    del decoder, model, step, whole_prompt
     gc.collect()
     return row
 

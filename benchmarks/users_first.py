@@ -24,8 +24,9 @@ import torch
 import mxtensor as mx
 
 from .cuda import print_header
+from .decode_model import synchronize
 from .harness import Progress, Row, print_table, write_json
-from .users_generate import BASE, FORMATS, PROMPT, TINY, make_model, synchronize
+from .users_generate import BASE, FORMATS, PROMPT, TINY, make_model
 
 FOLDERS = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 """Environment variables that name folders of compiled kernels."""

@@ -23,7 +23,7 @@ import mxtensor as mx
 
 from .contenders import Contenders
 from .cuda import print_header
-from .decode_model import build
+from .decode_model import build, synchronize
 from .harness import Progress, Row, print_table, write_json
 
 BASE = "bfloat16"
@@ -76,12 +76,6 @@ def make_model(config: str, args: argparse.Namespace) -> nn.Module:
     with torch.device(args.device):
         model = build(**changes)
     return model if config == BASE else mx.quantize_(model, config)
-
-
-def synchronize(device: str) -> None:
-    """Wait for the GPU, if there is one."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 class Generate:

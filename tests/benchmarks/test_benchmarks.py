@@ -3,12 +3,14 @@
 import argparse
 import json
 import math
+import pkgutil
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+import benchmarks
 import mxtensor as mx
 from benchmarks import cast, cuda, harness, host, linear, plots, train_grouped
 from docs import generate
@@ -58,6 +60,12 @@ LINEAR_ROWS = [
     for contender, ratio in (("mxfp8", 1.05), ("nvfp4", 1.2), ("float8_row", 0.6), ("torchao mxfp8", 2.1))
     for shape in ("4096x4096x4096", "8192x14336x4096")
 ]
+
+
+def test_the_list_of_the_benchmarks_names_every_module():
+    modules = {module.name for module in pkgutil.iter_modules(benchmarks.__path__)}
+    rows = set(re.findall(r"^\| ``(\w+)`` \|", benchmarks.__doc__, re.MULTILINE))
+    assert modules <= set(re.findall(r"``(\w+)``", benchmarks.__doc__)) and rows <= modules
 
 
 # ---------------------------------------------------------------------------------------------- rounds
