@@ -179,31 +179,16 @@ def forward(
         w_col_like = dgrad_weight(weight, linear_recipe, rows, cached[1]) if need_dx else None
     weight_like = w_row_like, w_col_like
     fprop_want, dgrad_want = _weight_wants(rows, grad_like, *weight_like, options, dtype, groups, own_scales)
-    saved_want: Want = None
-    """The form in which the columnwise copy of the input is saved for wgrad."""
-    if need_dw and linear_recipe.input.columnwise is not None and not (options.save_input or own_scales):
-        g_col = standing_for(_columns_like(grad_like, groups), linear_recipe.grad.columnwise)
-        x_like = standing_for(_columns_like(rows, groups), linear_recipe.input.columnwise)
-        wgrad_want = _want("wgrad", g_col, x_like, dtype, prefer, groups)
-        saved_want = Form.ROWS if wgrad_want is Form.ROWS else Form.CODES
-    wants = fprop_want, saved_want
+    saves = need_dw and not (options.save_input or own_scales)
+    wants = fprop_want, _saved_want(rows, grad_like, options, dtype, groups) if saves else None
     x_row, x_col = copies_of(rows, linear_recipe.input, wants, scales_of(scales, INPUT), groups, own_scales)
     w_row: GemmOperand | None
     w_col: GemmOperand | None
-    w_extremes: Tensor | None = None
     if cached is not None:
-        w_row, w_col = cached
+        w_row, w_col, w_extremes = *cached, None
     else:
-        # The weight is cast again for dgrad, whose operand would take half of its memory until then: a third of a cast
-        # more, which is little beside the products. A scale of the whole tensor would need its amax again.
-        column = linear_recipe.weight.columnwise
-        saves = dgrad_want in SAVED and column is not None and column.format.has_tensor_scale
-        wants = fprop_want, dgrad_want if saves else None
-        made = None if saves or own_scales else rows_first(w, linear_recipe.weight, (fprop_want, dgrad_want))
-        if made is not None:
-            (w_row, w_extremes), w_col = made, None
-        else:
-            w_row, w_col = copies_of(w, linear_recipe.weight, wants, scales_of(scales, WEIGHT), None, own_scales)
+        wants = fprop_want, dgrad_want
+        w_row, w_col, w_extremes = _weight_operands(w, linear_recipe, wants, scales_of(scales, WEIGHT), own_scales)
     y = product("fprop", x_row, w_row, dtype, bias, prefer, groups)
     x_saved, x_tensors = saved(x_col if x_col is not None else x if need_dw else None)
     # A quantized weight is saved whole, like any parameter: torch sees that it was written before the backward pass.
@@ -212,6 +197,35 @@ def forward(
     y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[-2]))
     extremes = [] if w_extremes is None else [w_extremes]  # the weight is the last
     return y, [*x_tensors, *extremes, *w_tensors], SavedOperands(x_saved, w_saved, dgrad_want, bool(extremes))
+
+
+def _saved_want(rows: Tensor, grad_like: Tensor, options: Options, dtype: torch.dtype, groups: Groups | None) -> Want:
+    """The form in which the columnwise copy of the input is saved for wgrad; None if the recipe has no such copy."""
+    linear_recipe = options.linear_recipe
+    if linear_recipe.input.columnwise is None:
+        return None
+    g_like = standing_for(_columns_like(grad_like, groups), linear_recipe.grad.columnwise)
+    x_like = standing_for(_columns_like(rows, groups), linear_recipe.input.columnwise)
+    want = _want("wgrad", g_like, x_like, dtype, options.prefer, groups)
+    return Form.ROWS if want is Form.ROWS else Form.CODES
+
+
+def _weight_operands(
+    w: Tensor, linear_recipe: LinearRecipe, wants: tuple[Want, Want], scales: Any, own_scales: bool
+) -> tuple[GemmOperand | None, GemmOperand | None, Tensor | None]:
+    """(operand of fprop, operand of dgrad to save, what the later cast for dgrad needs of the columns).
+
+    Most weights are cast again for dgrad, whose operand would take half of the memory of the weight until then: a third
+    of a cast more, which is little beside the products. A scale of the whole tensor would need its amax again.
+    """
+    column = linear_recipe.weight.columnwise
+    saves = wants[1] in SAVED and column is not None and column.format.has_tensor_scale
+    made = None if saves or own_scales else rows_first(w, linear_recipe.weight, wants)
+    if made is not None:
+        return made[0], None, made[1]
+    wants = wants if saves else (wants[0], None)
+    w_row, w_col = copies_of(w, linear_recipe.weight, wants, scales, None, own_scales)
+    return w_row, w_col, None
 
 
 def cast_weight(
@@ -240,6 +254,18 @@ def _weight_wants(
     if w_col_like is None:
         return want, None
     return want, _want("dgrad", standing_for(grad_like, linear_recipe.grad.rowwise), w_col_like, *rest)
+
+
+def _weight_for_dgrad(
+    weight: Tensor, linear_recipe: LinearRecipe, extremes: Tensor | None, want: Want, scales: Any, own_scales: bool
+) -> GemmOperand | None:
+    """The operand of dgrad from a weight that was saved as it is; ``extremes``: what ``_weight_operands`` gave."""
+    if extremes is not None:
+        assert linear_recipe.weight.columnwise is not None
+        return cast_columns_later(values_of(weight), linear_recipe.weight.columnwise, extremes)
+    if weight.dim() > 2:
+        return copies_of(values_of(weight), linear_recipe.weight, (None, want), scales, None, own_scales)[1]
+    return transposed(weight, linear_recipe, want, scales)
 
 
 def _columns_like(rows: Tensor, groups: Groups | None) -> Tensor:
@@ -273,14 +299,9 @@ def backward(
     g_row, g_col = copies_of(g, linear_recipe.grad, wants, scales_of(scales, GRAD), groups, own_scales)
     if need_dx:
         w_col = weight
-        if w_extremes is not None:
-            assert linear_recipe.weight.columnwise is not None
-            w_col = cast_columns_later(values_of(weight), linear_recipe.weight.columnwise, w_extremes)
-        elif w_saved.format is None and inputs.stacked:
-            given = values_of(weight), linear_recipe.weight, (None, dgrad_want), scales_of(scales, WEIGHT)
-            w_col = copies_of(*given, None, own_scales)[1]
-        elif w_saved.format is None:
-            w_col = transposed(weight, linear_recipe, dgrad_want, scales_of(scales, WEIGHT))
+        if w_saved.format is None:
+            given = dgrad_want, scales_of(scales, WEIGHT), own_scales
+            w_col = _weight_for_dgrad(weight, linear_recipe, w_extremes, *given)
         dx = product("dgrad", g_row, w_col, dtype, None, prefer, groups).to(x_dtype).view(inputs.shape)
         del g_row, w_col
     if need_dw:
