@@ -11,13 +11,14 @@ from ...core import compat, recording
 from . import host_calls
 from .tensor_map import Argument, TensorMap
 
-Step = tuple[Any, tuple[int, int], int, Sequence[Argument]]
-"""A launch: the kernel, its blocks along x and y, its bytes of shared memory, and its arguments."""
+KernelCall = tuple[Any, tuple[int, int], int, Sequence[Argument]]
+"""The kernel, its blocks along x and y, its bytes of shared memory, and its arguments. ``host_calls.Step`` is the same,
+packed."""
 WINDOW = 1 << 50
 """An argument less than this many bytes above a base is an address that moves with it."""
 
 
-def moved_arguments(steps: Sequence[Step], bases: Sequence[int]) -> list[tuple[int, int, int, int]]:
+def moved_arguments(steps: Sequence[KernelCall], bases: Sequence[int]) -> list[tuple[int, int, int, int]]:
     """(index of the step, of the argument, of its base, bytes above the base) of every argument that is an address, or
     the map of a tensor at an address, relative to one of ``bases``."""
     return [
@@ -36,7 +37,7 @@ class PreparedLaunches:
     ``bases``: the values that these addresses are relative to in the arguments of ``steps``.
     """
 
-    def __init__(self, device: torch.device, steps: Sequence[Step], bases: Sequence[int]) -> None:
+    def __init__(self, device: torch.device, steps: Sequence[KernelCall], bases: Sequence[int]) -> None:
         self._index = device.index
         moved: list[list[tuple[int, int, int]]] = [[] for _ in steps]
         maps: list[list[tuple[int, int, int]]] = [[] for _ in steps]

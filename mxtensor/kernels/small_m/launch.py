@@ -23,7 +23,7 @@ from ...numerics.element_format import ElementFormat
 from ...numerics.formats import Format
 from ..runtime import nvrtc, tensor_map, triton_launch
 from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants, copy_size
-from ..runtime.prepared_launches import Step
+from ..runtime.prepared_launches import KernelCall
 from ..runtime.tensor_map import Argument
 from .config import MOST_WEIGHTS, Facts, LaunchConfig, can_use_wgmma, classes_of, constants, facts_for, has_whole_chunks
 from .direct import can_be_direct, map_of_tiles
@@ -177,7 +177,7 @@ def _activations_kernel(
 
 def activation_steps(
     x: Tensor, format: Format, cast: Cast | None, config: LaunchConfig, scratch: Scratch, base: int
-) -> list[Step]:
+) -> list[KernelCall]:
     """The launches that write activations x (M, K) as the kernel of ``config`` reads them to the scratch memory at
     ``base``: cast, in float16, in the order in which codes of ``format`` are decoded, with the float32 scale of each
     row. They also set the counters to zero.
@@ -248,7 +248,7 @@ def steps_of(
     x: Tensor, weights: Sequence[Weight], results: Sequence[Tensor], format: Format, cast: Cast | None,
     resolved: ResolvedLaunch, scratch: Scratch | None, base: int, alpha: float = 1.0, beta: float = 1.0,
     ends: Tensor | None = None, x_global: Tensor | None = None,
-) -> list[Step]:  # fmt: skip
+) -> list[KernelCall]:  # fmt: skip
     """The launches of a product, in order; ``base``: the address of its scratch memory."""
     first = [] if scratch is None else activation_steps(x, format, cast, resolved.config, scratch, base)
     arguments = _arguments(x, weights, results, resolved, scratch, base, alpha, beta, ends, x_global)

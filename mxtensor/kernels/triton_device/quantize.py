@@ -79,10 +79,16 @@ def random_words(counter, seed_ptr, stream: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def nothing_of(word):
+    """int64 zeros that the compiler takes for a function of an int32 word: what they are added to is computed in the
+    registers of the word, and not moved there through shared memory."""
+    return ((word.to(tl.uint32, bitcast=True) >> 31) >> 1).to(tl.int64)
+
+
+@triton.jit
 def nothing(x):
-    """int64 zeros that the compiler takes for a function of x: what they are added to is computed in the registers of
-    x, and not moved there through shared memory."""
-    return ((bits_of(widened(x)).to(tl.uint32, bitcast=True) >> 31) >> 1).to(tl.int64)
+    """``nothing_of`` the bits of values."""
+    return nothing_of(bits_of(widened(x)))
 
 
 @triton.jit

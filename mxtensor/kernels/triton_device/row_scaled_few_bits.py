@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .elements import dither, float_of
-from .quantize import random_words
+from .quantize import nothing_of, random_words
 from .row_scaled import exponent_of, to_e4m3
 from .row_scaled_moved import OWN_TOP
 from .values import round_words, side_by_side
@@ -83,19 +83,13 @@ def e4m3_row(word, R: tl.constexpr):
 
 
 @triton.jit
-def nothing(word):
-    """int64 zeros that the compiler takes for a function of the words, as ``quantize.nothing``."""
-    return ((word.to(tl.uint32, bitcast=True) >> 31) >> 1).to(tl.int64)
-
-
-@triton.jit
 def row_codes_moved(word, multiplier, power, four, seed_ptr, C: tl.constexpr, R: tl.constexpr):
     """Codes of words (Q, W, J, 2) with four values of a row each; multiplier, power (Q, W, J, 1); four (Q, W, J): their
     number in the operand."""
     shape: tl.constexpr = word.shape
     multiplier, power = tl.broadcast_to(multiplier, shape), tl.broadcast_to(power, shape)
     if C.stochastic:
-        r0, r1, r2, r3 = random_words(four + tl.max(nothing(word), axis=3), seed_ptr, 0, C)
+        r0, r1, r2, r3 = random_words(four + tl.max(nothing_of(word), axis=3), seed_ptr, 0, C)
         low_random, high_random = tl.join(r0, r2), tl.join(r1, r3)
     else:
         low_random, high_random = word, word
@@ -108,8 +102,8 @@ def column_codes_moved(
 ):
     """Codes of four rows of words: one int32 of their low columns, one of their high columns; four, next_four: the
     numbers of these in the operand of the transpose."""
-    l0, l1, l2, l3 = random_words(four + nothing(w0), seed_ptr, 1, C)
-    h0, h1, h2, h3 = random_words(next_four + nothing(w0), seed_ptr, 1, C)
+    l0, l1, l2, l3 = random_words(four + nothing_of(w0), seed_ptr, 1, C)
+    h0, h1, h2, h3 = random_words(next_four + nothing_of(w0), seed_ptr, 1, C)
     w0 = rounded_word(w0, low, high, low_power, high_power, l0, h0, C)
     w1 = rounded_word(w1, low, high, low_power, high_power, l1, h1, C)
     w2 = rounded_word(w2, low, high, low_power, high_power, l2, h2, C)
