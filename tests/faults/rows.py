@@ -151,7 +151,7 @@ FAULTS = (
           "tl.join(r0, r2), tl.join(r1, r3)", "tl.join(r0, r1), tl.join(r2, r3)",
           "kernels/gemm/test_fp8_rows_both.py"),
     Fault("rows of four bits: columns rounded by the words of rows", "kernels/triton_device/row_scaled_few_bits.py",
-          "next_four + nothing(w0), seed_ptr, 1, C)", "next_four + nothing(w0), seed_ptr, 0, C)",
+          "next_four + nothing_of(w0), seed_ptr, 1, C)", "next_four + nothing_of(w0), seed_ptr, 0, C)",
           "kernels/gemm/test_fp8_rows_stacks.py"),
     Fault("rows and columns from one read: extremes of the other column of a pair",
           "kernels/triton_device/row_scaled_one_read.py",
