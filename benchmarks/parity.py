@@ -262,7 +262,7 @@ def number(text: str) -> int:
 
 
 def tasks_of(text: str, seeds: int) -> list[Task]:
-    """``bf16:2,mxfp8`` as tasks, those of seed 0 first. Raises ValueError for a name that is no arm."""
+    """``bf16:2,mxfp8`` as tasks, those of seed 0 first. Raises ValueError for a name that is not an arm."""
     counts: dict[str, int] = {}
     for word in text.split(","):
         name, _, count = word.partition(":")

@@ -68,7 +68,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 def made(recipe: str) -> Recipe:
     """The recipe with this name."""
     found = recipe_of(recipe)
-    assert found is not None, "none and bf16 are no choices"
+    assert found is not None, "none and bf16 are not choices"
     return found
 
 

@@ -109,7 +109,7 @@ class _Reads(TorchFunctionMode):
         versions = [version_of(tensor) for tensor in read]
         out = func(*args, **(kwargs or {}))
         results = [id(result) for result in tree_leaves(out) if isinstance(result, Tensor)]
-        for tensor, version in zip(read if results else [], versions, strict=False):  # a shape is no reading
+        for tensor, version in zip(read if results else [], versions, strict=False):  # a shape is not a reading
             if id(tensor) not in results or version_of(tensor) != version:  # .to() may return the tensor itself
                 self.ids.add(id(tensor))
         return out

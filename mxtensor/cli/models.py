@@ -127,7 +127,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 def read_text(file: str) -> str:
     """The text in a file ("-": standard input). Raises ValueError or OSError that names it."""
-    if file != "-" and (Path(file).is_dir() or not Path(file).exists()):  # a pipe, as of <(...) in a shell, is no file
+    if file != "-" and (Path(file).is_dir() or not Path(file).exists()):  # <(...) of a shell is a pipe, not a file
         what = "is a folder" if Path(file).is_dir() else "does not exist"
         raise FileNotFoundError(f"--text: {file} {what}; pass a text file in UTF-8")
     try:

@@ -1,4 +1,4 @@
-"""transformers without its messages, its network and, where standard error is no terminal, its progress bars."""
+"""transformers without its messages, its network and, where standard error is not a terminal, its progress bars."""
 
 from __future__ import annotations
 

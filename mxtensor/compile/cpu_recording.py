@@ -79,7 +79,7 @@ class Sources:
         self.known = all(i is not None or id(value) in components for i, value in found)
 
     def are_same(self, args: Arguments) -> bool:
-        """Whether tensor subclasses, their components and what is no tensor are the same in these arguments.
+        """Whether tensor subclasses, their components and what is not a tensor are the same in these arguments.
 
         Plain tensors are compared by ``cpu_graph.run``.
         """
@@ -144,7 +144,7 @@ class Recording:
         self._sources = sources = Sources(args, [inputs[i] for i in places])
         observer = observed(code, partial(cpu_graph.Kernel, lib), self._saved)
         if not sources.known:
-            observer = "an input of the code is no argument and no part of one"
+            observer = "an input of the code is neither an argument nor a part of one"
         if isinstance(observer, str):
             self.refusal, self.outputs = observer, code(inputs)
             return
@@ -186,9 +186,9 @@ class Recording:
         """Note what the caller got for the outputs; ``refusal`` if a result is neither an output nor an argument."""
         numbers = {id(result): i for i, result in enumerate(self._results)}
         places = {id(arg): i for i, arg in enumerate(args)}
-        back = [value for value in values if id(value) not in numbers]  # arguments, and what is no tensor
+        back = [value for value in values if id(value) not in numbers]  # arguments, and what is not a tensor
         if any(isinstance(value, Tensor) and id(value) not in places for value in back):
-            self.refusal = "a result is no output of the generated code"
+            self.refusal = "a result is not an output of the generated code"
             return
         self._back_of = picker([places[id(value)] for value in back if isinstance(value, Tensor)])
         self._constants = [value for value in back if not isinstance(value, Tensor)]

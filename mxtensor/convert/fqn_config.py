@@ -25,8 +25,8 @@ class FqnToConfig(KnownFields):
     these keys that exists: the name of the parameter, the name of its module, the first expression that matches the
     parameter, the first that matches the module, ``_default``. ``_default`` applies to the layers that ``quantize_``
     would convert without a filter; the other keys apply to embeddings, heads and routers too. As in torchao, the name
-    of a module is no key of the modules inside it: ``"re:layers\\.0\\..*"`` is. Raises TypeError for keys that are not
-    strings, ValueError for an invalid regular expression and for two different tables.
+    of a module is not a key of the modules inside it: ``"re:layers\\.0\\..*"`` is. Raises TypeError for keys that are
+    not strings, ValueError for an invalid regular expression and for two different tables.
     """
 
     fqn_to_config: Mapping[str, Any] = field(default_factory=dict)

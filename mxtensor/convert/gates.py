@@ -1,4 +1,4 @@
-"""Gates of MLPs: linear layers that are called ``gate`` as routers are, and that are no routers.
+"""Gates of MLPs: linear layers that are called ``gate`` as routers are, and that are not routers.
 
 The structure tells them apart, not the name: a gate of an MLP has the shape of the layer beside it whose outputs it
 multiplies, and no experts are near it. A router has one output for each expert.

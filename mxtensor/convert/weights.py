@@ -121,7 +121,7 @@ SKIPPED_NAMES = ("router", "gate")
 
 def default_filter(model: nn.Module) -> FilterFn:
     """Linear layers and attention of a model; not heads, routers and embeddings, where rounding costs most and saves
-    least. A ``gate`` of an MLP is no router."""
+    least. A ``gate`` of an MLP is not a router."""
     gates = mlp_gates(model)
 
     def accepts(module: nn.Module, fqn: str) -> bool:

@@ -207,7 +207,7 @@ def check_fields(instance: Any) -> None:
 
 
 def is_one_of(value: Any, choices: Iterable[Any]) -> bool:
-    """Whether ``value`` is one of the choices; a tensor or an array, whose ``==`` is no bool, is not."""
+    """Whether ``value`` is one of the choices; a tensor or an array, whose ``==`` is not a bool, is not."""
     return any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices)
 
 

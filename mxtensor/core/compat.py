@@ -119,7 +119,7 @@ is_functorch_wrapped_tensor: Callable[[torch.Tensor], bool] = torch._C._functorc
 torch.func has no public question for it. Missing: ``import mxtensor`` fails.
 """
 is_batched_gradient: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
-"""Whether a gradient is that of ``torch.autograd.grad(is_grads_batched=True)``, which is no transform of torch.func.
+"""Whether a gradient is that of ``torch.autograd.grad(is_grads_batched=True)``, which is not a transform of torch.func.
 
 torch has no public question for it. Missing: ``import mxtensor`` fails.
 """

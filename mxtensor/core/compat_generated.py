@@ -78,7 +78,7 @@ def observed(code: Code, kernel: Callable[[Any, int], Any], allocation: Callable
     owner = code.__self__ if isinstance(code, MethodType) else None
     function = code.__func__ if isinstance(code, MethodType) else code
     if not isinstance(function, FunctionType):
-        return f"{type(code).__name__} is no generated code"
+        return f"{type(code).__name__} is not generated code"
     names = dict(function.__globals__)
     used = (one.argval for one in dis.get_instructions(function) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     for name in dict.fromkeys(used):

@@ -33,7 +33,7 @@ class Value(NamedTuple):
     at: int
     """its number"""
     root: int
-    """the number of the tensor whose memory it views; its own if it is no view"""
+    """the number of the tensor whose memory it views; its own if it is not a view"""
     offset: int
     """bytes from the first value of the root to its own first value"""
 

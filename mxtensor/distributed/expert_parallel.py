@@ -47,7 +47,7 @@ def _recipe_of(module: nn.Module) -> LinearRecipe | None:
 
 
 def _number_of_experts(module: nn.Module) -> int:
-    """The first dimension of all parameters. Raises NotImplementedError for a module that is no stack of experts."""
+    """The first dimension of all parameters. Raises NotImplementedError for a module that is not a stack of experts."""
     parameters = dict(module.named_parameters())
     own = dict(module.named_parameters(recurse=False))
     stacks = [p.shape[0] for p in own.values() if p.dim() == 3]

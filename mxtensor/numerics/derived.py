@@ -60,7 +60,7 @@ def _remake(before: _Entry, after: _Entry) -> None:
 
 
 def known_value(t: Tensor, layout: Hashable) -> Any:
-    """What ``cached_value`` would find for a tensor that is known to be no traced one and no inference tensor, or
+    """What ``cached_value`` would find for a tensor that is known to be neither traced nor an inference tensor, or
     None."""
     entry = _entry_of(t)
     return None if entry is None or is_captured(t) else entry.made.get(layout)

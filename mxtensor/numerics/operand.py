@@ -130,7 +130,7 @@ def transposed(operand: Operand) -> Operand:
 
 
 def clear_padding(operand: Operand) -> Tensor:
-    """The codes, with zeros after the last value of each row that is no whole group of packed codes.
+    """The codes, with zeros after the last value of each row that is not a whole group of packed codes.
 
     Codes from elsewhere may have any bits there.
     """

@@ -142,7 +142,7 @@ def setitem(target: Tensor, index: Any, value: Any) -> None:
     if isinstance(view, MXTensor) and view._is_view():
         view.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=target.dtype))
         return
-    with measure(_note_requantized("Tensor.__setitem__", target, "writes values at indices that are no view")):
+    with measure(_note_requantized("Tensor.__setitem__", target, "writes values at indices that are not a view")):
         values = target.values_to_write()
         values[index] = value.dequantize() if isinstance(value, MXTensor) else value
         target.copy_(values)

@@ -232,7 +232,7 @@ def read_times(path: Path) -> tuple[str, Times]:
         }
         return content["note"], times
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise ValueError(f"{path} is no file of --times: {error}") from error
+        raise ValueError(f"{path} is not a file of --times: {error}") from error
 
 
 def write_times(path: Path, note: str, times: Times) -> None:

@@ -107,7 +107,7 @@ def output_errors(
     of each call, such as ``{"input_ids": ids}``; both models run once for each, in evaluation mode. Memory holds the
     outputs of all quantized layers of one call. ``done`` is called after each. Stacked experts have no row. A layer
     that routing gives other rows in the two models has nan as its total. Raises ValueError if the reference lacks a
-    layer, TypeError for inputs that are no dicts.
+    layer, TypeError for inputs that are not dicts.
     """
     check("output_errors", "model", model, MODULE)
     check("output_errors", "reference", reference, MODULE)

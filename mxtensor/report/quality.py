@@ -13,7 +13,7 @@ from torch import Tensor
 WINDOW = 256
 """Tokens of text that a model sees at once."""
 LARGEST_LOSS = 709.0
-"""Above it, exp is no float."""
+"""Above it, exp is not a float."""
 
 
 @dataclass(frozen=True)

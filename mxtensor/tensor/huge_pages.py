@@ -12,6 +12,6 @@ from .mxtensor import MXTensor
 def use_huge_pages(tensors: Iterable[Any]) -> int:
     """Have Linux move codes and scales of MXTensors to pages of 2 MB; returns how many of these there are now.
 
-    ``tensors``: those that are no MXTensors are left alone. See ``move_to_huge_pages``.
+    ``tensors``: those that are not MXTensors are left alone. See ``move_to_huge_pages``.
     """
     return move_to_huge_pages(part for t in tensors if isinstance(t, MXTensor) for part in t.components)

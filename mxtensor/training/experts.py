@@ -100,7 +100,7 @@ def note_if_experts(func: Any, args: Any, kwargs: Any, in_mode: bool = False) ->
 
 
 def watched(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a torch function that is no linear layer; a product by a stack of weights is noted first.
+    """Call a torch function that is not a linear layer; a product by a stack of weights is noted first.
 
     Grouped products of other libraries are known by their names. What is gathered from a stack is marked, since it is
     not a view.

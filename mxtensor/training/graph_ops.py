@@ -2,7 +2,7 @@
 
 A graph of casts and products calls six custom ops for a layer; each call goes through torch's dispatcher and Python.
 Here the graph holds two, whose repeated calls run programs (``kernels/runtime/recorded_op.py``). They compute what
-``passes.py`` computes in eager code, bit for bit. The gradient of a bias is no part of them: the compiler adds it up
+``passes.py`` computes in eager code, bit for bit. The gradient of a bias is not a part of them: the compiler adds it up
 with what makes the gradient of the result. While a graph is traced the passes run too: they choose kernels, log
 them and say what is saved; their own ops have no users and torch removes them.
 

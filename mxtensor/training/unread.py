@@ -31,14 +31,14 @@ PRODUCTS = {
     if overload in packet.overloads()
 }  # fmt: skip
 """aten ops that multiply matrices."""
-REASON = "torch's function is no linear layer, or a class of the input turns torch functions off"
+REASON = "torch's function is not a linear layer, or a class of the input turns torch functions off"
 
 
 class Seen(Enum):
     """What the rules of torch functions know of the product that is running."""
 
     NOT = "nothing"
-    UNREAD = "it is no linear layer"
+    UNREAD = "it is not a linear layer"
     NOTED = "it is logged, or in high precision because the user wants it"
 
 

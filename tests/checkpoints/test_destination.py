@@ -1,4 +1,4 @@
-"""What may be a destination: nothing that holds the source or is no checkpoint is replaced, and links are followed."""
+"""What may be a destination: only a checkpoint that does not hold the source is replaced, and links are followed."""
 
 import json
 import os

@@ -309,7 +309,7 @@ def test_results_that_are_quantized_tensors_run_the_generated_code():
         x = torch.randn(4)
         one, copy = f(x)
         assert torch.equal(one, x + 1) and isinstance(copy, mx.MXTensor) and torch.equal(copy, weight)
-    assert f.graph.refusal == "a result is no output of the generated code" and not f.graph.runs
+    assert f.graph.refusal == "a result is not an output of the generated code" and not f.graph.runs
 
 
 def test_calls_with_gradients_are_not_recorded():
@@ -522,7 +522,7 @@ def test_code_that_may_call_something_else_is_not_recorded():
     def code(args):
         return (torch.sin(args[0]), gc.get_count())
 
-    for given, why in ((code, "generated code calls gc"), (len, "builtin_function_or_method is no generated code")):
+    for given, why in ((code, "generated code calls gc"), (len, "builtin_function_or_method is not generated code")):
         assert compat_generated.observed(given, lambda function, address: function, lambda function: function) == why
 
 

@@ -245,7 +245,7 @@ def torchs_own_styles(rank, folder):
         except RuntimeError as e:
             messages.append(str(e))
     weight = layer.weight
-    square = (weight @ weight.t()).full_tensor()  # a product that is no layer, as in a penalty
+    square = (weight @ weight.t()).full_tensor()  # a product that is not a layer, as in a penalty
     return messages, torch.equal(square, full(weight) @ full(weight).t())
 
 

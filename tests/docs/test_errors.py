@@ -113,7 +113,7 @@ NEVER_SEEN = {
     '{value} computes attention itself, and does not call "{value}"; load it with attn_implementation="eager"',
     # mx.tune needs a GPU
     "tune needs a model with quantized layers on a CUDA device: mx.quantize_(model.cuda(), 'mxfp8')",
-    "{value} is no file of --times: {value}",
+    "{value} is not a file of --times: {value}",
     "there is no cost model of {value}; write one with python -m mxtensor.report.costs",
     # no format refuses the shape of a matrix: tests/convert/test_whole.py
     "quantize_: {value} {value}: {value}",

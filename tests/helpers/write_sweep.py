@@ -156,7 +156,7 @@ def run_call(tally, name, call, shape, layout, view):
         except Exception:
             return
         if dense.shape != shape_before or dense.data_ptr() != pointer or dense.layout is not torch.strided:
-            return  # it got other memory, which is no write
+            return  # it got other memory, which is not a write
     tally.ops.add(name)
     tally.counts["calls"] += 1
     key = (name, view, " ".join(layout))

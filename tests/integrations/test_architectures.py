@@ -1,4 +1,4 @@
-"""Decoders of different kinds, each with sizes that are no multiples of a block: quantized, they compute with the
+"""Decoders of different kinds, each with sizes that are not multiples of a block: quantized, they compute with the
 dequantized values of their weights, dequantize none outside of a product, decode with each cache, and train."""
 
 import copy

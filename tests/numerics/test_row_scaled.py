@@ -78,7 +78,7 @@ def test_a_row_is_beyond_the_bound_where_its_blocks_are_too_far_from_each_other(
     x[:, 0], x[:, block] = 2.0, 2.0
     x[:, :block] *= torch.tensor([octaves, octaves + 1, octaves + 9]).float().exp2()[:, None]
     assert row_scaled(encode(x, mx.Cast.of(name))).beyond.tolist() == [0, 1, 1]
-    x[:, block:] = 0  # a block of zeros is no distance, whatever its scale
+    x[:, block:] = 0  # a block of zeros is not a distance, whatever its scale
     assert row_scaled(encode(x, mx.Cast.of(name))).beyond.tolist() == [0, 0, 0]
 
 

@@ -13,4 +13,4 @@ def test_a_file_without_times_is_refused(content, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["--read", str(path), "--json", str(tmp_path / "out.json")])
     assert end.value.code == 2 and not (tmp_path / "out.json").exists()
-    assert f"error: {path} is no file of --times: " in capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {path} is not a file of --times: " in capsys.readouterr().err.splitlines()[-1]

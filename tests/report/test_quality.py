@@ -25,7 +25,7 @@ def test_by_hand():
 
 
 def test_a_token_that_both_models_mask_adds_nothing():
-    """Its probability is zero, and the difference of both logarithms is no number."""
+    """Its probability is zero, and the difference of both logarithms is not a number."""
     found, reference = logs([0.0, 0.5, 0.5], [0.2, 0.8, 0.0]), logs([0.0, 0.25, 0.75], [0.5, 0.5, 0.0])
     kl = [0.25 * math.log(0.5) + 0.75 * math.log(1.5), 0.5 * math.log(0.5 / 0.2) + 0.5 * math.log(0.5 / 0.8)]
     assert quality(found, reference, ROWS).kl == pytest.approx(sum(kl) / 2)

@@ -154,7 +154,7 @@ def test_two_forwards_before_a_backward_record_both():
     assert state_of(layer).record[[0, 2]].tolist() == pytest.approx([4.0, 8.0])
 
 
-# ---------------------------------------------------------------------------------------------- what is no step
+# ---------------------------------------------------------------------------------------------- what is not a step
 
 
 def snapshot(state):

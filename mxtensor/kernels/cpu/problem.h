@@ -23,7 +23,7 @@ struct Problem {
   int32_t x_element, x_scale_kind, x_block;
 };
 
-// What an integer of one stands for; 0: values of this element are no integers of a byte.
+// What an integer of one stands for; 0: values of this element are not integers of a byte.
 constexpr float unit_of(int element) {
   return element == INT8_ID ? 1.0f / 64 : element == E2M1_ID ? 0.5f : element == E2M3_ID ? 0.125f : 0.0f;
 }

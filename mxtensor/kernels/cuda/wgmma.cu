@@ -10,7 +10,7 @@
 // With DIRECT no kernel prepares x: it is bfloat16, the copy engine makes the tiles from its rows (x_tiles.cuh), and
 // codes are decoded to bfloat16 (bfloat16_words.cuh).
 //
-// If K is no multiple of 128, codes after the last column are zeros (chunks.cuh), and x is zero there too.
+// If K is not a multiple of 128, codes after the last column are zeros (chunks.cuh), and x is zero there too.
 
 constexpr int ROUND = STAGES / 2;  // chunks until the ring of tiles repeats
 constexpr int ALL_THREADS = THREADS + 128;  // with the four loading warps

@@ -56,7 +56,7 @@ def _re_express(values: int, format: Format) -> float:
 def fp8_rows(rows: int, width: int, cols: int, left: Format, right: Format, plain: bool, cached: bool) -> float:
     """Microseconds of ``fp8_rows``. ``plain``: the activations are not codes yet; ``cached``: the re-expressed weight
     is."""
-    # cuBLAS takes a slower kernel for rows that are no whole tiles: 160 rows take longer than 256
+    # cuBLAS takes a slower kernel for rows that are not whole tiles: 160 rows take longer than 256
     per_weight = 0.088 if rows % TILE == 0 else 0.303
     product = math.ceil(_waves(rows, width)) * (2.5 + 0.00243 * cols) + LAUNCH
     product += 1e-6 * (per_weight * width * cols + 1.25 * rows * width)

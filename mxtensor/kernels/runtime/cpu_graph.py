@@ -78,4 +78,4 @@ class Kernel:
             given = (ctypes.c_int64 * len(values))(*values)
             self.lib.mx_graph_kernel(self.address, ctypes.addressof(given), len(values))
         else:
-            self.lib.mx_graph_refuse(b"a kernel takes a number that is no integer")
+            self.lib.mx_graph_refuse(b"a kernel takes a number that is not an integer")

@@ -1,7 +1,7 @@
 """The cost model of small-M products: the time of a launch config on a shape that was not measured.
 
     microseconds = start + step * (steps of the slowest block) + byte * (MB of weight) + wave * (waves of blocks)
-                   + tail * (steps of a row that is no whole chunks of 128 columns)
+                   + tail * (steps of a row that is not whole chunks of 128 columns)
                    + columns * (thousands of columns of activations that each block of a persistent kernel brings)
 
 The coefficients of each config are fitted to measurements over many shapes (``python -m mxtensor.report.costs``,

@@ -45,7 +45,7 @@ SHARED_BYTES = {
 """Compute capability -> bytes of shared memory of a block (CUDA C++ Programming Guide, compute capabilities); other
 capabilities count as the smallest."""
 CLUSTERS_OF_AN_H100 = {2: 66, 4: 30, 8: 15}
-"""Blocks of a cluster -> clusters that run at a time, of 132 multiprocessors; for devices that are no GPU."""
+"""Blocks of a cluster -> clusters that run at a time, of 132 multiprocessors; for devices that are not a GPU."""
 TUNED = "tuned"
 """The kind of the files of ``mx.tune`` in the disk cache."""
 BY_WARPS = 128

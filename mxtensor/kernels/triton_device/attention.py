@@ -63,7 +63,7 @@ def store_sums(sums, stats, program, rows, size, row, column, added, top, total)
 def softmax_step(x, k, v, bias, inside, multiplier, top, total, added):
     """``top``, ``total`` and ``added`` of a running softmax after the keys ``k`` (BN, BK) with values ``v`` (BN, BV).
 
-    x (ROWS, BK) has the dtype of both; ``bias`` (ROWS, BN) is added to the scores; keys outside ``inside`` count not.
+    x (ROWS, BK) has the dtype of both; ``bias`` (ROWS, BN) is added to the scores; keys count if ``inside``.
     """
     scores = tl.dot(x, tl.trans(k), input_precision="ieee") * multiplier + bias
     scores = tl.where(inside[None, :], scores, float("-inf"))

@@ -94,7 +94,7 @@ def test_the_model_is_near_what_was_measured(column, within):
 
 
 def test_the_model_is_near_what_was_measured_for_layers_of_public_models():
-    """160 rows, which are no whole tiles, take longer than 256."""
+    """160 rows, which are not whole tiles, take longer than 256."""
     for rows, width, cols, us in MODELS:
         assert 1 / 1.4 < modelled("mxfp8", "mxfp8", rows, width, cols)[0] / us < 1.25, (rows, width, cols)
     by_shape = {line[:3]: line[3] for line in MODELS}
