@@ -88,6 +88,7 @@ PROSE = [
     Row(r"that which", "what"),
     Row(r"ere", "before"),
     Row(r"there is none that", "no ..."),
+    Row(r"(?<!there )(?:is|are) no (?!longer|more|further)[a-z]+", "is not a ..."),
 ]
 """Words of comments, docstrings, messages and pages."""
 
@@ -198,6 +199,8 @@ def test_no_old_word_is_left():
         ("a.py", "monkeypatch.setattr(m, 'ROUND_TRIP', y)", 1),
         ("a.py", "held_out, scale_factor, path.parts = keep('turned out')", 0),
         ("a.md", "What lies there by a factor of two", 1),
+        ("a.md", "This is no recipe, and these are no layers", 2),
+        ("a.md", "There is no limit, and it is no longer than that", 0),
         ("kernels/cuda/a.cu", "int resident_plan; // staged\n", 3),
         ("kernels/cuda/a.cu", "int x; /* its own\n lines */ int y;", 0),
         ("kernels/small_m/a.py", "together = 1  # together", 1),

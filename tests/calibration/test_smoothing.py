@@ -280,7 +280,7 @@ def test_a_norm_that_something_else_reads_is_in_no_pair(form):
     assert torch.equal(got.norm.weight, m.norm.weight)
 
 
-def test_layers_with_an_activation_between_them_are_no_pair():
+def test_layers_with_an_activation_between_them_are_not_a_pair():
     m = normed("gelu")
     assert pairs_in(m) == {(m.norm, m.first)}
     mx.calibrate(m, [torch.randn(64, 32)], "mxfp4-weight-only", SmoothQuant(0.5))

@@ -104,7 +104,7 @@ def test_an_empty_folder_stays_empty_if_a_file_cannot_be_moved(step, tmp_path, m
     assert calls and list((tmp_path / "out").iterdir()) == []
 
 
-def test_folders_that_are_no_checkpoint_are_not_replaced(tmp_path):
+def test_folders_that_are_not_a_checkpoint_are_not_replaced(tmp_path):
     (tmp_path / "all").mkdir()
     checkpoint(tmp_path / "all" / "a", {"m.weight": torch.randn(32, 32)})
     (tmp_path / "text").mkdir()
@@ -117,7 +117,7 @@ def test_folders_that_are_no_checkpoint_are_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pipe", "pipe.safetensors", "link"])
-def test_pipes_devices_and_files_that_are_no_checkpoint_are_not_replaced(name, tmp_path):
+def test_pipes_devices_and_files_that_are_not_a_checkpoint_are_not_replaced(name, tmp_path):
     """A pipe stands for /dev/null, in whose place a folder was put."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "pipe.safetensors").symlink_to("pipe")

@@ -79,7 +79,7 @@ def test_tensors_that_do_not_fit_name_file_and_tensor(why, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
-def test_folders_that_are_no_checkpoint(tmp_path):
+def test_folders_that_are_not_a_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         mx.checkpoints.load(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match=r"holds no checkpoint: no file ends in .*; it holds nothing"):

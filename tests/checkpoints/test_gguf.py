@@ -192,7 +192,7 @@ def test_a_scale_of_nvfp4_that_gguf_reads_as_another_is_refused(tmp_path):
         mx.checkpoints.save({"a.weight": t}, tmp_path / "x.gguf", layout="gguf")
 
 
-def test_a_wrong_length_in_the_header_is_no_endless_loop(tmp_path):
+def test_a_wrong_length_in_the_header_is_not_an_endless_loop(tmp_path):
     raw = bytearray(source(tmp_path / "a.gguf").read_bytes())
     key = raw.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens")
     kind, inner, length = struct.unpack_from("<IIQ", raw, key)

@@ -250,7 +250,7 @@ def test_a_signal_that_ends_the_command_leaves_nothing(number, code, name, sourc
     assert [p.name for p in tmp_path.iterdir()] == ["a"] and signal.getsignal(number) is before
 
 
-def test_a_name_that_the_terminal_cannot_show_is_no_failure(source, tmp_path, monkeypatch):
+def test_a_name_that_the_terminal_cannot_show_is_not_a_failure(source, tmp_path, monkeypatch):
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", screen)
     assert main(["convert", source, "-o", str(tmp_path / "é")]) == 0 and screen.errors == "strict"

@@ -145,7 +145,7 @@ def test_quantize_with_marked_dimensions():
 
 
 @pytest.mark.exhaustive
-def test_a_second_format_is_no_argument_of_the_graph():
+def test_a_second_format_is_not_an_argument_of_the_graph():
     def scale(x, format):
         return mx.quantize(x, format).rowwise.scale
 

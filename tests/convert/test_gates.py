@@ -89,7 +89,7 @@ def test_with_a_table_of_names_and_for_training():
     assert type(model.block.gate.weight) is type(model.block.up.weight) is not nn.Parameter
 
 
-def test_routers_of_transformers_are_no_gates_of_mlps():
+def test_routers_of_transformers_are_not_gates_of_mlps():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for kind in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "jamba", "granitemoe", "gpt_oss"):

@@ -231,7 +231,7 @@ def test_a_lookup_decodes_only_its_rows(format, dtype):
     assert [entry.spec.shapes[0][0] for entry in log.entries] == [IDS.numel()]
 
 
-def test_an_index_that_is_no_row_raises():
+def test_an_index_that_is_not_a_row_raises():
     weight = mx.quantize(torch.randn(40, 64), "float8_e4m3_128x128")
     for index in (40, -1):
         with pytest.raises(IndexError):

@@ -156,7 +156,7 @@ def test_a_plan_is_saved_loaded_and_edited(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 2, "measure": "kl", "weights": {}}', '{"version": 1}'])
-def test_a_file_that_is_no_plan_is_refused(text, tmp_path):
+def test_a_file_that_is_not_a_plan_is_refused(text, tmp_path):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ValueError, match=r"plan.json was not written by mx.Plan.save: "):
         mx.Plan.load(tmp_path / "plan.json")

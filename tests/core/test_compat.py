@@ -543,7 +543,7 @@ def test_the_caller_inside_torch_distributed_is_found(monkeypatch):
         assert ".new_zeros(" in inspect.getsource(importlib.import_module(f"torch.distributed.{module}"))
 
 
-def test_a_function_that_is_run_uncompiled_is_no_graph():
+def test_a_function_that_is_run_uncompiled_is_not_a_graph():
     graphs = []
 
     def count(graph, inputs):

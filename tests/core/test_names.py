@@ -81,7 +81,7 @@ def test_other_names_raise_with_those_they_could_be(text, end):
     ("text", "name"),
     [("mxfp8-weight-only", "mxfp8"), ("NVFP4_wo", "nvfp4"), ("mxfp4-weight-mxint8-activation", "mxfp4")],
 )
-def test_the_name_of_a_recipe_is_no_format(text, name):
+def test_the_name_of_a_recipe_is_not_a_format(text, name):
     for call in (mx.get_format, mx.Cast.of, lambda text: mx.quantize(torch.ones(32, 32), text)):
         with pytest.raises(ValueError, match=f"^'{text}' names a recipe of quantize_, .*; did you mean '{name}'"):
             call(text)
@@ -118,7 +118,7 @@ def test_similar_names_come_first(call, name, message):
         "\0",
     ],
 )
-def test_what_is_no_name_is_a_value_error(text):
+def test_what_is_not_a_name_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"unknown format|is not available"):
         recipe_of(text)
 

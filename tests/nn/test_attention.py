@@ -117,7 +117,7 @@ def test_a_call_may_override_mask_and_window():
 
 @pytest.mark.parametrize("mask_type", [name for name, row in MASKS.items() if not row.causal])
 @pytest.mark.parametrize("window", [(-1, 0), [-1, 0]], ids=["tuple", "list"])
-def test_the_window_of_causal_masks_is_no_limit_with_others(mask_type, window):
+def test_the_window_of_causal_masks_is_not_a_limit_with_others(mask_type, window):
     """A layer for causal masks, with TransformerEngine's window for them, that a call gives another mask."""
     q, k, v = draw(6, 2, 2, 8), draw(6, 2, 2, 8), draw(6, 2, 2, 8)
     mask = torch.zeros(2, 1, 6 if mask_type == "arbitrary" else 1, 6, dtype=torch.bool)

@@ -78,7 +78,7 @@ def test_the_error_of_rows_of_different_sizes_is_smaller():
 # ---------------------------------------------------------------------------------------------- the format
 
 
-def test_the_format_has_a_name_and_is_no_row_of_the_table():
+def test_the_format_has_a_name_and_is_not_a_row_of_the_table():
     assert get_format("nvfp4").with_row_scales() == ROWS and str(ROWS) == "nvfp4[row_scaled]"
     assert ROWS not in FORMATS.values() and get_format("nvfp4") != ROWS
     assert ROWS.without_global_scale() is FORMATS["nvfp4_single_level"]

@@ -102,7 +102,7 @@ def test_special_rows():
     assert rows.scale[0] == 1 and rows.scale[1:3].isnan().all() and (rows.codes[0] & 0x7F == 0).all()
 
 
-def test_infinite_codes_and_scales_that_are_no_powers_of_two_are_beyond_the_bound():
+def test_infinite_codes_and_scales_that_are_not_powers_of_two_are_beyond_the_bound():
     operand = encode(torch.randn(3, 64), mx.Cast.of("mxfp8_e5m2"))
     operand.data.view(torch.uint8)[1, 5], operand.data.view(torch.uint8)[2, 5] = 0x7C, 0x7E
     assert row_scaled(operand).beyond.tolist() == [0, 1, 1]

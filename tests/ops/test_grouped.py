@@ -77,7 +77,7 @@ def test_matrices_of_a_stack_are_picked_with_their_codes(name, orientation, inde
         w[torch.tensor([4])]
 
 
-def test_a_matrix_that_is_no_multiple_of_eight_bytes_is_picked():
+def test_a_matrix_that_is_not_a_multiple_of_eight_bytes_is_picked():
     codes, scales = torch.arange(3 * 3 * 5, dtype=torch.uint8).view(3, 3, 5), torch.full((3, 3, 1), 127).byte()
     operand = Operand(codes.view(torch.float8_e4m3fn), scales, None, mx.get_format("mxfp8"), (3, 3, 5))
     w = MXTensor(operand, None, mx.LinearRecipe.inference("mxfp8"), torch.float32)

@@ -98,7 +98,7 @@ def test_a_table_that_is_stored_columnwise_is_dequantized_with_the_reason():
     assert all(entry.refusals["quantized"].startswith("is stored columnwise") for entry in read)
 
 
-def test_an_index_that_is_no_row_raises():
+def test_an_index_that_is_not_a_row_raises():
     w = mx.quantize(torch.randn(ROWS, COLS), "mxfp8")
     for index in (ROWS, -1):
         with pytest.raises(IndexError):

@@ -62,7 +62,7 @@ def test_models_run_in_evaluation_mode_and_stay_in_theirs():
     ("inputs", "message"),
     [({"input": 1}, "inputs is {'input': 1}; pass a list of dicts"), ([torch.ones(2)], "inputs has a tensor .* dict")],
 )
-def test_inputs_that_are_no_dicts_are_refused(inputs, message):
+def test_inputs_that_are_not_dicts_are_refused(inputs, message):
     model, small = two_layers()
     with pytest.raises(TypeError, match=message):
         output_errors(small, model, inputs)

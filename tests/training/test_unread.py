@@ -112,7 +112,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("call", OTHERS)
-def test_functions_that_are_no_linear_layer(call):
+def test_functions_that_are_not_a_linear_layer(call):
     prepared, x = layer(), torch.randn(8, 64)
     with torch.no_grad(), mx.explain() as log:
         OTHERS[call](x, prepared.weight)
@@ -130,7 +130,7 @@ def test_what_the_user_wants_in_high_precision_is_not_logged():
         assert torch.equal(y.as_subclass(torch.Tensor), F.linear(x, prepared.weight.high_precision, prepared.bias))
 
 
-def test_a_product_of_two_weights_is_no_layer():
+def test_a_product_of_two_weights_is_not_a_layer():
     a, b = (mx.quantize_(nn.Linear(64, 64, bias=False), RECIPE).weight for _ in range(2))
     assert isinstance(a, TrainingWeight)
     with mx.strict(), mx.explain() as log:

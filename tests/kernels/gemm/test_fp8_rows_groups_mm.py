@@ -160,7 +160,7 @@ def test_padded_ends_are_those_of_the_definition(ends, block):
 
 @interpreted
 @pytest.mark.parametrize("ends", [[60, 10], [100, 300], [-5, 32]])
-def test_ends_that_are_no_ends_write_nothing_outside(monkeypatch, ends):
+def test_ends_that_are_not_ends_write_nothing_outside(monkeypatch, ends):
     guard = torch.full((3, 64, 32), 5.0, dtype=BF16)
     whole = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **k: guard[1] if size == (64, 32) else whole(*size, **k))

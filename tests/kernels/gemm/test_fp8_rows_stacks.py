@@ -215,7 +215,7 @@ def test_a_stack_in_float32_takes_a_cast_each_way():
 @interpreted
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ends", [[90, 10], [200, 300], [-5, 64], [64, 64]])
-def test_ends_that_are_no_ends_write_nothing_outside(ends, monkeypatch):
+def test_ends_that_are_not_ends_write_nothing_outside(ends, monkeypatch):
     """The kernels check addresses of nothing: what surrounds the operand stays."""
     cast, x = mx.Cast.of("mxfp8"), torch.randn(64, 48).to(BF16)
     groups = Groups(torch.tensor(ends, dtype=torch.int32), 64, 32)

@@ -46,7 +46,7 @@ def test_linear_layers_equal_the_definition(config, rows, scale):
                     assert y.isfinite().all() and relative_error(y, want) < (1e-5 if dtype is torch.float32 else 6e-3)
 
 
-def test_rows_that_are_no_contiguous_memory_and_those_with_inf():
+def test_rows_that_are_not_contiguous_memory_and_those_with_inf():
     module, x = layer("plain", 64), (torch.rand(6, 128) - 0.5) * 1e37
     x[2, 3] = torch.inf
     with torch.no_grad():

@@ -135,7 +135,7 @@ def test_a_folder_that_everybody_can_rename_is_not_used(home, bits, safe):
 
 
 @pytest.mark.parametrize("place", ["a file", "relative", "a link to nowhere"])
-def test_a_place_that_is_no_folder_of_the_user_is_replaced(home, place, monkeypatch, tmp_path):
+def test_a_place_that_is_not_a_folder_of_the_user_is_replaced(home, place, monkeypatch, tmp_path):
     if place == "a file":
         home.write_text("")
     elif place == "a link to nowhere":

@@ -136,7 +136,7 @@ def test_compiled_code_is_cached_on_disk(monkeypatch, tmp_path):
     assert nvrtc.compiled(ACTIVATION_SOURCES, row, (8, 0)) != marked
 
 
-def test_a_home_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path):
+def test_a_home_that_cannot_be_written_is_not_an_obstacle(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("TILE_ROWS", 0), ("CAST", 0))

@@ -146,7 +146,7 @@ def test_scales_of_a_row_may_differ_by_any_number_of_octaves(format, octaves, se
 @pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("k", [64, 160, 320, 352, 736, 1376])
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_row"])
-def test_columns_that_are_no_whole_chunks(format, k):
+def test_columns_that_are_not_whole_chunks(format, k):
     """Neither x nor the weight is read after its last column, and x after its last row."""
     if format == "mxfp6" and k % 64:
         k += 32

@@ -290,7 +290,7 @@ def guarded(w):
 @pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("k", [32, 160, 320, 352, 736, 1376])
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4", "float8_row"])
-def test_wgmma_takes_columns_that_are_no_whole_chunks(format, k):
+def test_wgmma_takes_columns_that_are_not_whole_chunks(format, k):
     """Scales of rows whose length is odd are not aligned."""
     if format == "mxfp6" and k % 64:
         k += 32
