@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -235,6 +236,42 @@ def _is_static(meta: Any) -> bool:
         if meta is not None:
             meta.mxtensor_is_static = static
         return static
+
+
+def hook_bodies(kind: type, tensors: Callable[[Any], list[torch.Tensor]]) -> bool:
+    """Let Dynamo take tensors of class ``kind`` in the bodies of ``cond``, ``while_loop`` and their like: their memory
+    is that of ``tensors(x)``. True if this Dynamo has the place.
+
+    It compares the storages of what a body takes and returns. For the operands of ``while_loop`` it raises if one is a
+    wrapper subclass, and torch 2.11 does so for those of every op. Missing: nothing is changed, and a weight in such a
+    body raises an error of Dynamo.
+    """
+    name, utils = "get_tensor_storages", import_module("torch._higher_order_ops.utils")
+    higher_order_ops = sys.modules.get("torch._dynamo.variables.higher_order_ops")
+    usual = getattr(higher_order_ops, name, None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def storages(tensor: Any) -> Any:
+        return set().union(*map(storages, tensors(tensor))) if isinstance(tensor, kind) else usual(tensor)
+
+    setattr(higher_order_ops, name, storages)
+    collect: Any = getattr(utils, "_collect_fake_inputs", None)
+    if collect is None or "is_traceable_wrapper_subclass" in collect.__code__.co_names:  # torch 2.13 takes them apart
+        return True
+
+    @wraps(collect)
+    def collect_fake_inputs(inputs: Any) -> Any:
+        values = [getattr(getattr(i, "node", i), "meta", {}).get("example_value") for i in inputs]
+        return [
+            t
+            for i, value in zip(inputs, values, strict=True)
+            for t in (tensors(value) if isinstance(value, kind) else collect([i]))
+        ]
+
+    utils._collect_fake_inputs = collect_fake_inputs  # type: ignore[attr-defined]
+    return True
 
 
 def hook_guards(kind: type) -> bool:

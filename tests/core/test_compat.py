@@ -739,3 +739,18 @@ def test_guards_of_a_weight_are_skipped_where_dynamo_skips_those_of_a_plain_one(
         assert torch.equal(compiled(x), layer(x))
     monkeypatch.delattr(guards.GuardManagerWrapper, "find_tag_safe_roots")
     assert not compat_compile.hook_guards(mxtensor.MXTensor)
+
+
+def test_dynamo_takes_the_memory_of_a_weight_in_a_body(monkeypatch):
+    import torch._dynamo.variables.higher_order_ops as higher_order_ops
+    import torch._higher_order_ops.utils as utils
+
+    w = mxtensor.quantize(torch.randn(64, 64), "mxfp8")
+    w.__tensor_flatten__()
+    inside = [w.rowwise.data, w.rowwise.scale]
+    assert higher_order_ops.get_tensor_storages(w) == set().union(*map(higher_order_ops.get_tensor_storages, inside))
+    node = torch.fx.Graph().placeholder("w")
+    node.meta["example_value"] = fake = FakeTensorMode().from_tensor(w)
+    assert utils._collect_fake_inputs([node])[0] is fake.rowwise.data and utils._collect_fake_inputs([3]) == [3]
+    monkeypatch.delattr(higher_order_ops, "get_tensor_storages")
+    assert not compat_compile.hook_bodies(mxtensor.MXTensor, lambda w: inside)

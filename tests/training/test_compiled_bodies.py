@@ -112,10 +112,10 @@ def test_autocast_around_a_scan_is_refused(here):
 FORMATS = ["mxfp8", "mxfp8-weight-only", "nvfp4", "mxfp4-weight-only", "float8_e4m3_row"]
 
 
-@pytest.mark.exhaustive(quick=4)
+@pytest.mark.exhaustive(quick=5)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", ["cond", "region", "map", "scan"])
+@pytest.mark.parametrize("name", ["cond", "region", "map", "scan", "while_loop"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # from inductor
 def test_frozen_weights_in_bodies(name, format, backend):
     net = mx.quantize_(model(False), format).requires_grad_(False)
