@@ -150,6 +150,7 @@ ARGUMENTS: dict[str, Argument] = {
          "help": "the largest size of a file in bytes (536870912)"},
     ),
     "overwrite": (("--overwrite",), {"action": "store_true", "help": "replace the destination if it exists"}),
+    "all": (("--all",), {"action": "store_true", "help": "print all tensors, not only those with the lowest SQNR"}),
     "tensors": (("--tensors",), {"action": "store_true", "help": "print a line for each tensor"}),
     "reference": (
         ("--reference",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -140,21 +141,37 @@ def compare(arguments: argparse.Namespace) -> int:
             rows[name] = compared(x, y, theirs[name].encoded)
             values, size = values + y.numel(), size + rows[name]["bits"] * y.numel() / 8
             step()
-    lines = [
-        (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}")
-        for name, row in rows.items()
-    ]
-    changed = {name: row["sqnr_db"] for name, row in rows.items() if not row["equal"]}
-    worst = min(changed, key=lambda name: changed[name], default=None)
+    changed = sorted((name for name, row in rows.items() if not row["equal"]), key=lambda name: _quality(rows[name]))
     stored = stored_size(arguments.b) if paths[1] != Path(arguments.b) else None  # decoded to bfloat16 for this
     bits = 8 * size / max(values, 1) if stored is None else stored[0]
-    end = f"{len(rows) - len(changed)} of {len(rows)} tensors are equal; B has {bits:.4g} bits per value"
+    text = f"{len(rows) - len(changed)} of {len(rows)} tensors are equal; B has {bits:.4g} bits per value"
+    worst = next(iter(changed), None)
     if worst is not None:
-        end += f"; lowest SQNR: {_ratio(rows[worst])} dB ({worst})"
-    text = columns(("tensor", "format of B", "SQNR dB", "max error", "bits"), lines)
-    text = "\n".join([text, *(f"only in one of them: {name}" for name in missing), end])
+        text += f"; lowest SQNR: {_ratio(rows[worst])} dB ({worst})"
+    lines = [
+        (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}")
+        for name, row in sorted(rows.items(), key=lambda item: _quality(item[1]))
+    ]
+    missed = [f"only in one of them: {name}" for name in missing]
+    shown = len(rows) + len(missing) if arguments.all else SHOWN
+    table = columns(("tensor", "format of B", "SQNR dB", "max error", "bits"), lines[:shown])
+    text = "\n".join([text, *missed[:shown], *_more(missed[shown:]), "", table, *_more(lines[shown:])])
     fields = {"tensors": rows, "only_in_one": missing, "equal": len(rows) - len(changed), "bits": bits, "lowest": worst}
     return show(arguments, text, fields)
+
+
+SHOWN = 10
+"""So many tensors, those with the lowest SQNR first, are printed without ``--all``."""
+
+
+def _more(left: Sequence[Any]) -> list[str]:
+    return [f"... and {len(left)} more: --all prints them"] if left else []
+
+
+def _quality(row: dict[str, Any]) -> tuple[bool, bool, float]:
+    """Sorts rows: those whose SQNR is no number first, then from the lowest SQNR to the highest, then equal ones."""
+    ratio = row["sqnr_db"]
+    return row["equal"], not math.isnan(ratio), 0.0 if row["equal"] or math.isnan(ratio) else ratio
 
 
 def _ratio(row: dict[str, Any]) -> str:

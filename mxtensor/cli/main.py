@@ -78,8 +78,8 @@ COMMANDS = {
     "compare": Command(
         files.compare,
         "compare the values of two checkpoints, tensor by tensor",
-        ("mxtensor compare ./SmolLM2 ./SmolLM2-mxfp8",),
-        ("a", "b", "json"),
+        ("mxtensor compare ./SmolLM2 ./SmolLM2-mxfp8", "mxtensor compare ./SmolLM2 ./SmolLM2-mxfp8 --all"),
+        ("a", "b", "all", "json"),
     ),
     "eval": Command(
         measure.eval_model,

@@ -61,6 +61,25 @@ def test_quantize_inspect_compare_and_convert(source, tmp_path, capsys):
     assert "1 of 2 tensors are equal" in out and "lowest SQNR: 18." in out
 
 
+def test_compare_prints_the_summary_and_the_worst_tensors_first(tmp_path, capsys):
+    a = {f"{i:02}.weight": torch.randn(8, 8) for i in range(30)}
+    b = {name: x if i > 24 else x + 0.001 * (i + 1) for i, (name, x) in enumerate(a.items())}
+    b["03.weight"][0, 0] = torch.nan
+    more = {f"{i}.bias": torch.ones(1) for i in range(12)}
+    paths = checkpoint(tmp_path / "a", a), checkpoint(tmp_path / "b", b | more)
+    code, out, _ = run(capsys, "compare", *paths)
+    lines = out.splitlines()
+    assert code == 0 and lines[0].startswith("5 of 30 tensors are equal; ") and lines[0].endswith("- dB (03.weight)")
+    assert lines[1] == "only in one of them: 0.bias" and lines[11] == "... and 2 more: --all prints them"
+    worst = [line.split()[0] for line in lines[14:24]]
+    assert worst[0] == "03.weight" and lines[24] == "... and 20 more: --all prints them" and len(lines) == 25
+    every = run(capsys, "compare", *paths, "--all")[1].splitlines()
+    assert len(every) == 1 + 12 + 2 + 30
+    ratios = [float(line.split()[2]) for line in every[16:40]]
+    assert ratios == sorted(ratios) and [line.split()[0] for line in every[15:25]] == worst
+    assert all(line.split()[2] == "equal" for line in every[40:]) and "10.bias" in every[3]
+
+
 def test_the_ratio_of_compare_is_that_of_the_values(source, tmp_path, capsys):
     run(capsys, "quantize", source, "-o", tmp_path / "q", "--format", "nvfp4-weight-only")
     row = json.loads(run(capsys, "compare", source, tmp_path / "q", "--json")[1])["tensors"][
