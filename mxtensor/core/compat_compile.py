@@ -41,9 +41,10 @@ def run_uncompiled(*functions: Any) -> None:
 
 
 def run_rules_uncompiled(kind: type[torch.Tensor]) -> None:
-    """``run_uncompiled`` for the rules of a class of tensors. It would see no ``strict`` in them, ask without end for
-    attributes such as ``mT``, whose rule reads the attribute, and compile a rule anew for each shape."""
-    run_uncompiled(kind.__torch_dispatch__, kind.__torch_function__)
+    """``run_uncompiled`` for the rules of a class of tensors, and for its ``__deepcopy__``. Dynamo would see no
+    ``strict`` in them, ask without end for attributes such as ``mT``, whose rule reads the attribute, and compile a
+    rule anew for each shape; and it cannot trace that attributes of a user are set on a copy."""
+    run_uncompiled(kind.__torch_dispatch__, kind.__torch_function__, kind.__deepcopy__)
 
 
 def compiled_alone(function: Any, **options: Any) -> Function:
@@ -271,6 +272,29 @@ def hook_bodies(kind: type, tensors: Callable[[Any], list[torch.Tensor]]) -> boo
         ]
 
     utils._collect_fake_inputs = collect_fake_inputs  # type: ignore[attr-defined]
+    return True
+
+
+def hook_tangents(kind: type, values: Callable[[Any], torch.Tensor]) -> bool:
+    """Let AOTAutograd expect a plain gradient, as of ``values(x)``, where a graph returns an ``x`` of class ``kind``.
+    True if this torch has the place.
+
+    It expects one of the same class, which a subclass may change into another subclass only. Missing: the backward
+    pass of such a graph raises "we guessed its metadata incorrectly".
+    """
+    from torch._functorch._aot_autograd import collect_metadata_analysis, input_output_analysis
+
+    name = "coerce_tangent_and_suggest_memory_format"
+    usual = getattr(collect_metadata_analysis, name, None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def coerce(x: Any) -> Any:
+        return usual(values(x.detach()) if isinstance(x, kind) else x)
+
+    for place in (collect_metadata_analysis, input_output_analysis):  # which imports it by name
+        setattr(place, name, coerce)
     return True
 
 

@@ -25,11 +25,12 @@ from ..core.compat import (
     tree_flatten,
     tree_map_only,
 )
+from ..core.compat_compile import hook_tangents
 from ..core.compat_hooks import hook_staging, let_optimizers_take, let_weights_answer
 from ..core.dispatch import written
 from ..core.fingerprint import fingerprint
 from ..core.select import forced_kernel
-from ..core.when_imported import PENDING, after_import, install_pending
+from ..core.when_imported import PENDING, after_import, install_pending, when_imported
 from ..core.writes import count_writes
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.attributes import KeepsAttributes, parameter_of, refuse_attributes, set_attributes, user_attributes
@@ -226,6 +227,10 @@ class TrainingWeight(KeepsAttributes):
         out_codes.in_dtensor = self.in_dtensor
         return out_codes, outputs
 
+    def __coerce_same_metadata_as_tangent__(self, metadata: Any, kind: type | None = None) -> Tensor | None:
+        """AOTAutograd's question for a gradient of a graph: the values, where it expects a plain tensor."""
+        return self.high_precision if kind is Tensor else None
+
     def share_memory_(self) -> TrainingWeight:
         """Move the values to shared memory (torch's own method needs a storage, which a wrapper lacks)."""
         self.high_precision.share_memory_()
@@ -329,6 +334,7 @@ WEIGHT_FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 WEIGHT_FUNCTIONS[Tensor.data_ptr] = _address
 
 
+when_imported("torch._functorch._aot_autograd.input_output_analysis", lambda: hook_tangents(TrainingWeight, values_of))
 tell_dynamo(TrainingWeight, {}, constants=("linear_recipe",))
 after_import("torch.distributed.checkpoint._state_dict_stager", lambda: hook_staging(MXTensor, TrainingWeight))
 after_import("torch.distributed.tensor", lambda: mark_parameters(TrainingWeight))

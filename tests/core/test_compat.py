@@ -754,3 +754,16 @@ def test_dynamo_takes_the_memory_of_a_weight_in_a_body(monkeypatch):
     assert utils._collect_fake_inputs([node])[0] is fake.rowwise.data and utils._collect_fake_inputs([3]) == [3]
     monkeypatch.delattr(higher_order_ops, "get_tensor_storages")
     assert not compat_compile.hook_bodies(mxtensor.MXTensor, lambda w: inside)
+
+
+def test_a_graph_that_returns_a_weight_expects_a_plain_gradient(monkeypatch):
+    from torch._functorch._aot_autograd import collect_metadata_analysis, input_output_analysis
+
+    name = "coerce_tangent_and_suggest_memory_format"
+    layer = mxtensor.quantize_(nn.Linear(4, 4), mxtensor.recipe.MXFP8BlockScaling())
+    torch.compile(layer, backend="aot_eager")(torch.randn(2, 4))
+    for module in (collect_metadata_analysis, input_output_analysis):
+        assert type(getattr(module, name)(layer.weight)[0]) is torch.Tensor
+        assert getattr(module, name)(3)[0] == 3
+    monkeypatch.delattr(collect_metadata_analysis, name)
+    assert not compat_compile.hook_tangents(mxtensor.MXTensor, lambda w: w)
