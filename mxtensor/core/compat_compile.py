@@ -275,7 +275,7 @@ def hook_bodies(kind: type, tensors: Callable[[Any], list[torch.Tensor]]) -> boo
     return True
 
 
-def hook_tangents(kind: type, values: Callable[[Any], torch.Tensor]) -> bool:
+def hook_tangents(kind: type[torch.Tensor], values: Callable[[Any], torch.Tensor]) -> bool:
     """Let AOTAutograd expect a plain gradient, as of ``values(x)``, where a graph returns an ``x`` of class ``kind``.
     True if this torch has the place.
 
