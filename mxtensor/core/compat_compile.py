@@ -239,7 +239,7 @@ def _is_static(meta: Any) -> bool:
         return static
 
 
-def hook_bodies(kind: type, tensors: Callable[[Any], list[torch.Tensor]]) -> bool:
+def hook_bodies(kind: type | tuple[type, ...], tensors: Callable[[Any], list[torch.Tensor]]) -> bool:
     """Let Dynamo take tensors of class ``kind`` in the bodies of ``cond``, ``while_loop`` and their like: their memory
     is that of ``tensors(x)``. True if this Dynamo has the place.
 

@@ -20,6 +20,7 @@ from ..core.compat_compile import hook_bodies
 from ..core.dispatch import implements_function
 from ..core.when_imported import when_imported
 from ..tensor.attributes import KeepsAttributes
+from ..tensor.dequantized_view import DequantizedView
 
 
 class _Op(NamedTuple):
@@ -291,6 +292,8 @@ def _tensors_inside(w: Any) -> list[Tensor]:
     return [getattr(w, name) for name in w.__tensor_flatten__()[0]]
 
 
-when_imported("torch._dynamo.variables.higher_order_ops", lambda: hook_bodies(KeepsAttributes, _tensors_inside))
+when_imported(
+    "torch._dynamo.variables.higher_order_ops", lambda: hook_bodies((KeepsAttributes, DequantizedView), _tensors_inside)
+)
 for op in BODIES:
     implements_function(op)(_rule_of(op))
