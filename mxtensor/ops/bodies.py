@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.compat import disable_subclass_torch_function, enable_torch_function
+from ..core.compat import disable_subclass_torch_function, enable_torch_function, is_exporting
 from ..core.compat_compile import hook_bodies
 from ..core.dispatch import implements_function
 from ..core.when_imported import when_imported
@@ -165,6 +165,11 @@ def _repeated(whole: Tensor, shape: torch.Size, count: int) -> Tensor:
     return whole if whole.shape == (count, *shape) else whole.reshape(shape).expand(count, *shape)
 
 
+EXPORTED: list[bool] = []
+"""Whether the bodies that run are traced by ``torch.export``, the innermost last: its mode takes ops of plain tensors
+only, before they reach a class. A list, because Dynamo reads no ContextVar."""
+
+
 class _Body:
     """A function of an op, on the tensors that its weights are made of."""
 
@@ -175,7 +180,11 @@ class _Body:
         rest = iter(operands)
         with enable_torch_function():  # torch disables it where it traces the backward pass of a body
             args = [next(rest) if components is None else components.next(rest) for components in self.found]
-            out = self.body(*args)
+            EXPORTED.append(is_exporting())
+            try:
+                out = self.body(*args)
+            finally:
+                EXPORTED.pop()
             return out if self.results is None else self.results.tensors(out)
 
 

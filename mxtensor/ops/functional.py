@@ -23,6 +23,7 @@ from ..kernels.gemm import select
 from ..kernels.gemm.spec import GemmArgs
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
+from .bodies import EXPORTED
 from .fallback import read
 from .matmul import OTHER_LAYOUT, Side, gemm_operands, preference
 from .matmul import linear as linear_rule
@@ -78,6 +79,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
         refuse_jit_trace("an MXTensor")
         if not out and (has_other_layout(input) or has_other_layout(weight)):
             return read(aten.linear.default, (input, weight, bias), {}, OTHER_LAYOUT)  # type: ignore[no-any-return]
+        if EXPORTED and EXPORTED[-1] and not out:
+            return linear_rule(aten.linear.default, (input, weight, bias), {})  # type: ignore[no-any-return]
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None

@@ -159,3 +159,22 @@ def test_a_buffer_that_a_loop_changes_beside_weights():
         assert "mutation" in str(e)
     else:
         assert got.equal(net(net(x))) and calls == 2
+
+
+class Branch(nn.Module):
+    def __init__(self, op, config):
+        super().__init__()
+        self.op, self.layer = op, mx.quantize_(nn.Linear(32, 32), config).requires_grad_(False)
+
+    def forward(self, x):
+        if self.op == "cond":
+            return torch.cond(x.sum() > 1e9, lambda x: self.layer(x) + 1, lambda x: self.layer(x), (x,))
+        return while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, self.layer(x)), (ONE.clone(), x))[1]
+
+
+@pytest.mark.parametrize("config", ["mxfp8", "mxfp4-weight-only", MXFP8], ids=str)
+@pytest.mark.parametrize("op", ["cond", "while_loop"])
+def test_bodies_are_exported(op, config):
+    net, x = Branch(op, config), torch.randn(8, 32)
+    with torch.no_grad():
+        assert torch.allclose(torch.export.export(net, (x,)).module()(x), net.layer(x), atol=1e-6)
