@@ -118,7 +118,7 @@ class _Weight(torch.autograd.Function):
 
 
 Found = list[_Components | None]
-"""What each tensor of a list is made of; None for one that is no weight."""
+"""What each tensor of a list is made of; None for one that is not a weight."""
 
 
 def _tensors_of(name: str, operand: Any) -> tuple[list[Any], _Components | None]:
@@ -239,7 +239,7 @@ class _Results:
 
 def _described(components: _Components | None) -> str:
     if components is None:
-        return "no quantized weight"
+        return "not a quantized weight"
     return f"{components.kind.__name__} {components.size} of {components.context[0]}"
 
 

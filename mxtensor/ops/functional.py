@@ -79,7 +79,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
         refuse_jit_trace("an MXTensor")
         if not out and (has_other_layout(input) or has_other_layout(weight)):
             return read(aten.linear.default, (input, weight, bias), {}, OTHER_LAYOUT)  # type: ignore[no-any-return]
-        if EXPORTED and EXPORTED[-1] and not out:
+        if EXPORTED[-1:] == [True] and not out:
             return linear_rule(aten.linear.default, (input, weight, bias), {})  # type: ignore[no-any-return]
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)

@@ -104,7 +104,7 @@ def test_a_carried_weight_has_to_stay_what_it_is():
 
     with pytest.raises(Exception, match=r"result 1 is MXTensor .*e5m2.*, where MXTensor .*e4m3.* is expected"):
         called(call, "aot_eager", x, other)
-    with pytest.raises(Exception, match=r"is no quantized weight, where MXTensor .* is expected|same metadata"):
+    with pytest.raises(Exception, match=r"is not a quantized weight, where MXTensor .* is expected|same metadata"):
         called(call, "aot_eager", x, lambda i, w: (i + 1, w.dequantize()))
 
 
