@@ -169,7 +169,7 @@ def _more(left: Sequence[Any]) -> list[str]:
 
 
 def _quality(row: dict[str, Any]) -> tuple[bool, bool, float]:
-    """Sorts rows: those whose SQNR is no number first, then from the lowest SQNR to the highest, then equal ones."""
+    """Sorts rows: those whose SQNR is not a number first, then from the lowest SQNR to the highest, then equal ones."""
     ratio = row["sqnr_db"]
     return row["equal"], not math.isnan(ratio), 0.0 if row["equal"] or math.isnan(ratio) else ratio
 
