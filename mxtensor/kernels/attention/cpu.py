@@ -24,7 +24,7 @@ from ..runtime.native_build import load
 from .spec import AttentionArgs, Tokens, additive, group_of
 
 HERE = SOURCE.parent
-HEADERS = (HERE / "attention_call.h", HERE / "attention.h", HERE / "attention_lanes.h", *CAST_HEADERS)
+HEADERS = (*(HERE / f"attention{part}.h" for part in ("", "_call", "_lanes", "_products")), *CAST_HEADERS)
 FLAGS = tuple(flag for flag in CAST_FLAGS if flag != "-ffp-contract=off")
 SYMBOLS = ("mx_attention", "mx_attention_finish", "mx_attention_part")
 MOST_ROWS, MOST_VALUES = 64, 512

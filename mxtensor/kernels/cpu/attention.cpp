@@ -2,7 +2,7 @@
 // all queries that read it, with a running softmax. Keys are split into ranges, so that threads share one head.
 // attention/cpu.py compiles this file; it and attention_op.cpp call mx_attention for spans of (batch, head, range), then
 // mx_attention_finish.
-#include "attention.h"
+#include "attention_products.h"
 
 namespace {
 
@@ -16,43 +16,6 @@ void load_rows(const Attention& p, int64_t first, int64_t rows, float* q) {
     for (int64_t i = size; i < step; i++) q[r * step + i] = 0.0f;
     for (int64_t i = 0; i < size; i++) q[r * step + place(p.keys, i)] = load(from[r * size + i]) * p.scale;
   }
-}
-
-// Products of one row with LANES keys of ``step`` values.
-inline Lanes scores_of(const float* q, const float* keys, int64_t step) {
-  Lanes sums[LANES] = {};
-  for (int64_t i = 0; i < step; i += LANES) {
-    const Lanes row = get(q + i);
-    for (int64_t t = 0; t < LANES; t++) sums[t] += row * get(keys + t * step + i);
-  }
-  return sums_of(sums);
-}
-
-// sums (ROWS, step) += weights (ROWS, n) times values (n, step), VECTORS vectors from ``at`` on.
-template <int ROWS, int VECTORS>
-void add_columns(const float* weights, const float* values, int64_t n, int64_t step, int64_t at, float* sums, int64_t part) {
-  Lanes total[ROWS][VECTORS] = {};
-  for (int64_t t = 0; t < n; t++)
-#pragma GCC unroll 16
-    for (int i = 0; i < VECTORS; i++) {
-      const Lanes v = get(values + t * step + at + i * LANES);
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) total[r][i] += v * weights[r * MOST_KEYS + t];
-    }
-  for (int r = 0; r < ROWS; r++)
-    for (int i = 0; i < VECTORS; i++) {
-      float* to = sums + r * part + at + i * LANES;
-      put(to, get(to) + total[r][i]);
-    }
-}
-
-template <int ROWS>
-void add_weighted(const float* weights, const float* values, int64_t n, int64_t step, float* sums, int64_t part) {
-  constexpr int VECTORS = (LANES == 16 ? 16 : 8) / ROWS;  // sums that there are registers for
-  int64_t at = 0;
-  for (; at + VECTORS * LANES <= step; at += VECTORS * LANES)
-    add_columns<ROWS, VECTORS>(weights, values, n, step, at, sums, part);
-  for (; at < step; at += LANES) add_columns<ROWS, 1>(weights, values, n, step, at, sums, part);
 }
 
 // Scores of a row, ``w`` (n, up to a multiple of LANES), become weights; ``part``: the sums so far, which are rescaled.
@@ -100,10 +63,13 @@ void attend(const Attention& p, int64_t b, int64_t h, int64_t begin, int64_t end
   for (int64_t first = begin; first < end; first += most) {
     const int64_t all = smaller(most, end - first), n = p.mask ? taken_keys(p, b, h, first, all) : all;
     if (n == 0) continue;
-    decode_tile(p.keys, b, h, first, n, tile);
+    with_tile(p.keys, b, h, first, n, tile, [&](const auto& keys) {
+      in_fours(rows, [&](auto count, int64_t r) {
+        write_scores<decltype(count)::value>(keys, n, q + r * kstep, kstep, r == 0, weights + r * MOST_KEYS);
+      });
+    });
     for (int64_t r = 0; r < rows; r++) {
       float* w = weights + r * MOST_KEYS;
-      for (int64_t t = 0; t < n; t += LANES) put(w + t, scores_of(q + r * kstep, tile + t * kstep, kstep));
       if (p.mask) {
         const int64_t* s = p.mask_strides;
         const float* m = p.mask + b * s[0] + h * s[1] + r / p.queries * s[2] + r % p.queries * s[3] + first * s[4];
@@ -111,11 +77,12 @@ void attend(const Attention& p, int64_t b, int64_t h, int64_t begin, int64_t end
       }
       soften(w, n, vstep, partials + r * part);
     }
-    decode_tile(p.values, b, h, first, n, tile);
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) add_weighted<4>(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
-    const auto some = rows - r == 3 ? add_weighted<3> : rows - r == 2 ? add_weighted<2> : add_weighted<1>;
-    if (r < rows) some(weights + r * MOST_KEYS, tile, n, vstep, partials + r * part + LANES, part);
+    with_tile(p.values, b, h, first, n, tile, [&](const auto& values) {
+      in_fours(rows, [&](auto count, int64_t r) {
+        float* sums = partials + r * part + LANES;
+        add_weighted<decltype(count)::value>(values, n, weights + r * MOST_KEYS, vstep, r == 0, sums, part);
+      });
+    });
   }
 }
 

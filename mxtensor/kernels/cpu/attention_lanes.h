@@ -52,6 +52,23 @@ inline Lanes from_halves(const Halves& x) {
 #endif
 }
 
+inline Lanes get(const BFloat16* from) {
+  Halves x;
+  std::memcpy(&x, from, sizeof x);
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)x), 16);
+#else
+  return lanes_of(__builtin_convertvector(x, Words) << 16);
+#endif
+}
+inline Lanes get(const Half* from) {
+  Halves x;
+  std::memcpy(&x, from, sizeof x);
+  return from_halves(x);
+}
+
 // Codes without special values as floats: a block with a NaN has a scale that is one. Integers if MANTISSA is -1.
 template <int BITS, int MANTISSA>
 inline Lanes float_of_codes(const Bytes& codes, const Element& e) {
