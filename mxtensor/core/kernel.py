@@ -43,9 +43,9 @@ class Kernel:
     """The type of the only device it runs on. Other devices are refused without a call of ``refuses``."""
     run_traced: Callable[..., Any] | None = None
     """Replaces ``run`` when the spec is traced: the same work as ops that a graph can hold."""
-    prepare: Callable[..., Any] | None = None
-    """``prepare(x, *operands)``: a launch for later calls that differ in the values of ``x`` only, or None if there is
-    none. ``launch(x)`` returns what the op returns for ``x``; it may hold addresses of the operands, no tensor."""
+    launch_for: Callable[..., Any] | None = None
+    """``launch_for(x, *operands)``: a launch for later calls that differ in the values of ``x`` only, or None if there
+    is none. ``launch(x)`` returns what the op returns for ``x``; it may hold addresses of the operands, no tensor."""
 
 
 def describe_operand(format: object, shape: object) -> str:

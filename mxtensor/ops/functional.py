@@ -84,7 +84,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
     operand, key = weight._rowwise, None
-    # Where a kernel can prepare launches: look for that of an earlier call of this kind.
+    # Where a kernel has launches: look for that of an earlier call of this kind.
     if operand is not None and select.has_launches(input.device) and not is_observed():
         added = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, layout(bias))
         captured = input.numel() > FEW_ROWS * input.shape[-1] and is_captured(input)
@@ -97,21 +97,21 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
                 return launch.product(input, operand, bias, work)
             return launch(input)  # type: ignore[no-any-return]
         key = key if plan is None else None
-    # The general way, which is also the first call of a kind; ``_prepare`` stores a launch for the next one.
+    # The general way, which is also the first call of a kind; ``_cache_launch`` stores a launch for the next one.
     product: Tensor = linear_rule(aten.linear.default, (input, weight, bias), {})
     if key is not None:
-        _prepare(key, input, weight, bias)
+        _cache_launch(key, input, weight, bias)
     return product
 
 
-def _prepare(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) -> None:
+def _cache_launch(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) -> None:
     """Cache the plan of an ``F.linear`` that has just run, with its launch: the kernel's, or the program of a later
     call."""
     a, b = gemm_operands("linear", Side(as_matrix(x), False), Side(weight, False))
     args = GemmArgs(x.dtype, bias)
     plan = select.plan_of("linear", a, b, args, preference(weight))
-    prepare = None if plan.kernel is None else plan.kernel.prepare
-    launch = None if prepare is None else prepare(x, a, b, args)
+    launch_for = None if plan.kernel is None else plan.kernel.launch_for
+    launch = None if launch_for is None else launch_for(x, a, b, args)
     if launch is None and plan.kernel is not None and x.device.type in DEVICES:
         assert weight._rowwise is not None
         launch = repeated(plan, x, weight._rowwise, bias, weight.recipe)

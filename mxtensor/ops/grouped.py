@@ -78,7 +78,7 @@ def _grouped_mm(a: Tensor, b: MXTensor, offs: Tensor) -> Tensor:
     sides = gemm_operands("_grouped_mm", Side(a, False), Side(b, True))
     product: Tensor = select.grouped_gemm("_grouped_mm", *sides, offs, GemmArgs(a.dtype), prefer=preference(b))
     if key is not None and plan is None:
-        _prepare(key, a, b, offs)
+        _cache_launch(key, a, b, offs)
     return product
 
 
@@ -92,13 +92,13 @@ def _launch_key(x: Tensor, weight: MXTensor, ends: Tensor) -> Hashable:
     return launch_key(x, weight, operand, "groups", ends.shape, layout(ends))
 
 
-def _prepare(key: Hashable, x: Tensor, weight: MXTensor, ends: Tensor) -> None:
+def _cache_launch(key: Hashable, x: Tensor, weight: MXTensor, ends: Tensor) -> None:
     """Cache the plan of a product that has just run, with the launch of its kernel if it has one."""
     a, b = gemm_operands("_grouped_mm", Side(x, False), Side(weight, True))
     args = GemmArgs(x.dtype)
     plan = select.grouped_plan_of("_grouped_mm", a, b, ends, args, preference(weight))
-    prepare = None if plan.kernel is None else plan.kernel.prepare
-    launch = prepare(x, a, b, ends, args) if prepare is not None and isinstance(b, Operand) else None
+    launch_for = None if plan.kernel is None else plan.kernel.launch_for
+    launch = launch_for(x, a, b, ends, args) if launch_for is not None and isinstance(b, Operand) else None
     PLANS.put(key, replace(plan, launch=launch, pinned=(weight.recipe,)))
 
 

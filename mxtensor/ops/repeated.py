@@ -1,4 +1,4 @@
-"""Repeated products without gradients whose kernels have no prepared launch: the program of an earlier call.
+"""Repeated products without gradients of kernels without ``Kernel.launch_for``: the program of an earlier call.
 
 ``F.linear`` decides, casts and checks in general; what that does to tensors is recorded once for each kind of call
 (``core/recording.py``) and shared by all layers of that kind. So a float8 product, or one that dequantizes its weight

@@ -59,7 +59,7 @@ SIZES = (512, 768, 1024, 1536, 2048, 2880, 4096, 5120, 6144, 8192, 12288, 16384,
 PRODUCTS_PER_US = 2048 * 1980
 """Products of two 16-bit numbers of one multiprocessor."""
 SAVED = 2
-"""The fastest configs that a shape needs: of all, of those with prepared activations, and of those without wgmma."""
+"""The fastest configs that a shape needs: of all, of those with converted activations, and of those without wgmma."""
 LENDERS = {"nvfp4": "mxfp4_e2m1", "mxfp6_e2m3": "mxfp8_e4m3"}
 """A format -> the one that lends it the costs of configs that were not timed for it."""
 Case = tuple[str, bool, int, LaunchConfig]

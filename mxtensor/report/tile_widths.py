@@ -1,7 +1,7 @@
 """Configs of the wgmma kernel whose tiles divide the rows of activations evenly, for the cost model to be fitted to.
 
 512 rows in tiles of 256 leave 52 of 132 multiprocessors idle for a weight of 5120 rows, in tiles of 176 only 12: so for
-each number of rows there are tiles of many widths, of two or three warpgroups, with prepared activations and direct.
+each number of rows there are tiles of many widths, of two or three warpgroups, with converted activations and direct.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_TILES = 8
 WIDEST = 256
 """Columns of a tile: those of one matrix instruction."""
 LEAST_WIDE = 96
-"""Rows from which prepared activations are worth tiles of other widths than those of the table."""
+"""Rows from which converted activations are worth tiles of other widths than those of the table."""
 FEW_STAGES = 176
 """Columns from which four tiles fill the shared memory."""
 
@@ -53,8 +53,8 @@ def even_tiles(format: Format, rows: int) -> Iterator[LaunchConfig]:
     """The configs for this number of rows that have enough registers."""
     for cols in widths(rows):
         for wr, wk, blocks, stages, ahead in _divisions(rows, cols):
-            prepared = rows >= LEAST_WIDE and (cols > 64 or rows > 160)
-            for direct in [False] * prepared + [True] * (rows >= 16):
+            converted = rows >= LEAST_WIDE and (cols > 64 or rows > 160)
+            for direct in [False] * converted + [True] * (rows >= 16):
                 for split in (1, 2, 4, 8) if direct else (1, 2, 4):
                     sends = split > 1 and cols <= 64 and cols % split == 0
                     config = LaunchConfig(

@@ -41,7 +41,7 @@ JOINED = ((6144, 4096), (28672, 4096))
 NARROW_IN_FLIGHT = ((8, 2), (8, 4), (12, 6))
 """(stages, ahead) of tiles narrower than the rows need."""
 OTHER_REGISTERS = 60
-"""Registers of a thread that multiplies prepared activations, beside its sums and the codes that it loads ahead."""
+"""Registers of a thread that multiplies converted activations, beside its sums and the codes that it loads ahead."""
 COLD = 4
 """Total size of the weights that are used in turn, in L2 cache sizes."""
 

@@ -1,6 +1,6 @@
 """``linear``: a linear layer with its gradients, the one autograd function of training.
 
-``passes.py`` has the two passes, ``prepared.py`` what repeated calls run instead, and ``graph_ops.py`` what a compiled
+``passes.py`` has the two passes, ``repeated.py`` what repeated calls run instead, and ``graph_ops.py`` what a compiled
 graph holds.
 """
 
@@ -32,7 +32,7 @@ from ..numerics.groups import Groups
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import recipe_by_key
 from ..tensor.mxtensor import MXTensor
-from . import graph_ops, prepared
+from . import graph_ops, repeated
 from .accumulate import WeightOperands, cached_in_block
 from .local import is_sharded
 from .observe import OBSERVERS, LayerCall, notify
@@ -225,7 +225,7 @@ class _BackwardInfo(NamedTuple):
     inputs: Inputs
     options: Options
     scales: Scales | None
-    layer: prepared.Layer | None
+    layer: repeated.RepeatedLayer | None
     """The kind of call whose programs run; None: the general passes run."""
     has_ends: bool
     """Whether the last saved tensor is ``ends``."""
@@ -242,7 +242,7 @@ class _Linear(torch.autograd.Function):
         needs = tuple(trains and need for need in ctx.needs_input_grad[:3])
         if will_train:
             needs = (True, weight.requires_grad, False)
-        layer: prepared.Layer | None = None
+        layer: repeated.RepeatedLayer | None = None
         graph_weight: tuple[int, ...] | None = None
         tensors: Sequence[Tensor]
         stacked, quantized = weight.dim() > 2, isinstance(values_of(weight), MXTensor)
@@ -257,7 +257,7 @@ class _Linear(torch.autograd.Function):
                 made = None if cached is None else WeightOperands.of(*cached)
                 if made is None and (scales is None or not stacked):
                     made = _accumulated(x, weight, bias, options, needs[0], groups)
-                y, tensors, operands, layer = prepared.forward(x, weight, bias, options, scales, needs, made, ends)
+                y, tensors, operands, layer = repeated.forward(x, weight, bias, options, scales, needs, made, ends)
         ctx.save_for_backward(*tensors, *(() if ends is None else (ends,)))
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
         inputs = Inputs(needs, tuple(x.shape), dtypes, stacked)
@@ -284,5 +284,5 @@ class _Linear(torch.autograd.Function):
                 found = graph_ops.backward(grad, tensors, operands, inputs, options, graph_weight)
             else:
                 ends, tensors = (tensors[-1], tensors[:-1]) if has_ends else (None, tensors)
-                found = prepared.backward(grad, tensors, operands, inputs, options, scales, layer, ends)
+                found = repeated.backward(grad, tensors, operands, inputs, options, scales, layer, ends)
             return *found, None, None, None, None, None, None

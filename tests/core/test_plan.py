@@ -19,7 +19,7 @@ from mxtensor.kernels.gemm import select
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import kernel as small_m
-from mxtensor.kernels.small_m import launch, ops, prepared
+from mxtensor.kernels.small_m import launch, ops, plan_launch
 from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.numerics.operand import Operand
 from mxtensor.tensor.mxtensor import MXTensor
@@ -127,7 +127,7 @@ def test_the_same_plan_says_which_form_a_kernel_wants_and_runs_the_product(kerne
 def launches(monkeypatch):
     """Products of few rows run on the CPU, by one launch; the inputs of launches that came from a plan."""
     monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
-    monkeypatch.setattr(prepared, "PreparedLaunches", cuda_on_cpu.PreparedLaunches)
+    monkeypatch.setattr(plan_launch, "PackedLaunches", cuda_on_cpu.PackedLaunches)
     monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
     monkeypatch.setattr(launch, "choose_config", lambda *args: ONE_LAUNCH)
@@ -138,14 +138,14 @@ def launches(monkeypatch):
     monkeypatch.setattr(select, "GROUPED", tuple(stacks if k is small_m.GROUPED else k for k in select.GROUPED))
     monkeypatch.setattr(select, "has_launches", lambda *given: True)
     calls, lock = [], threading.Lock()
-    whole = prepared.Launch.run
+    whole = plan_launch.Launch.run
 
     def counted(self, x, *results):
         calls.append(x)
         with lock:  # the stand-in for a GPU runs one kernel at a time
             whole(self, x, *results)
 
-    monkeypatch.setattr(prepared.Launch, "run", counted)
+    monkeypatch.setattr(plan_launch.Launch, "run", counted)
     yield calls
     launch.resolve.cache_clear()
 
@@ -389,21 +389,21 @@ SEVERAL_LAUNCHES = {
 @needs_compiler
 @pytest.mark.parametrize("kind", SEVERAL_LAUNCHES)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8-weight-only", "nvfp4"])
-def test_a_product_of_several_launches_is_prepared_once(name, kind, launches, monkeypatch):
+def test_a_product_of_several_launches_is_packed_once(name, kind, launches, monkeypatch):
     config, rows, k = SEVERAL_LAUNCHES[kind]
     monkeypatch.setattr(launch, "choose_config", lambda *args: config)
     asked, kernel = [], next(k for k in select.GEMM if k.name == "small_m")
-    watched = replace(kernel, prepare=lambda *args: asked.append(args) or kernel.prepare(*args))
+    watched = replace(kernel, launch_for=lambda *args: asked.append(args) or kernel.launch_for(*args))
     monkeypatch.setattr(select, "GEMM", tuple(watched if k is kernel else k for k in select.GEMM))
     linear = mx.quantize_(torch.nn.Linear(k, 64, bias=False, dtype=torch.bfloat16), name)
     xs = [torch.randn(rows, k).bfloat16() * scale for scale in (1, 100, 1)]
     with torch.no_grad():
-        prepared_ones = [linear(x) for x in (xs[0], *xs)][1:]
+        repeated = [linear(x) for x in (xs[0], *xs)][1:]
         assert len(asked) == 1 and len(launches) == 3
         with mx.kernels("small_m"):  # this asks for the kernel anew, and launches as a first call does
             expected = [linear(x) for x in xs]
     assert len(launches) == 3
-    assert all(map(torch.equal, prepared_ones, expected))
+    assert all(map(torch.equal, repeated, expected))
 
 
 @needs_compiler
@@ -437,7 +437,7 @@ def test_the_second_call_of_an_op_has_the_bits_of_the_first(weights, biased, cas
             expected = call(x, *operands)
             monkeypatch.setattr(ops, "has_launches", lambda x: True)
             assert all(map(torch.equal, found, expected)) and [y.dtype for y in found] == [torch.float32] * weights
-    assert len(launches) == 4  # of six calls, two prepare the launches of the other weights
+    assert len(launches) == 4  # of six calls, two store the launches of the other weights
 
 
 @needs_compiler
@@ -462,7 +462,7 @@ def test_biases_of_rows_have_no_launch(launched):
     assert [launched(F.linear, x, linear.weight, bias) for _ in range(2)] == [0, 0]
 
 
-def test_where_no_kernel_prepares_a_launch_no_key_is_made(monkeypatch):
+def test_where_no_kernel_has_a_launch_no_key_is_made(monkeypatch):
     from mxtensor.ops import functional
 
     monkeypatch.setattr(functional, "launch_key", lambda *args: pytest.fail("a key was made"))

@@ -185,7 +185,7 @@ FAULTS = (
     Fault("CUDA: a piece of 6-bit codes finds the columns of the other one", "kernels/cuda/x_tiles.cuh",
           "step % 2 * 64 + H * 32", "step % 2 * 64 + (1 - H) * 32",
           "kernels/small_m/test_direct.py"),
-    Fault("a tensor map stays where it was made", "kernels/runtime/prepared_launches.py",
+    Fault("a tensor map stays where it was made", "kernels/runtime/packed_launches.py",
           "maps if isinstance(arguments[at], TensorMap) else moved", "moved",
           "kernels/runtime"),
     Fault("CUDA: missing codes of a short chunk stay", "kernels/cuda/chunks.cuh",

@@ -15,7 +15,7 @@ from mxtensor.kernels.quantize import cpu, reference, select, select_pair, trito
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.formats import FP32, FULL, Format
 from mxtensor.numerics.operand import Operand
-from mxtensor.training import prepared
+from mxtensor.training import repeated
 from tests.kernels.quantize.conftest import set_tiles
 
 TUPLES = [
@@ -66,7 +66,7 @@ def _record_on_the_cpu(monkeypatch):
     """Products are torch's, since kernels of the CPU write memory without saying so: ``torch._scaled_mm`` for float8
     with one scale per tensor."""
     monkeypatch.setattr(dequant, "_can_slice", lambda spec, b: False)
-    monkeypatch.setattr(prepared, "DEVICES", {"cpu"})
+    monkeypatch.setattr(repeated, "DEVICES", {"cpu"})
     per_tensor = Kernel("scaled_mm", scaled_mm.refuses, scaled_mm.run)
     others = tuple(kernel for kernel in gemm_select.GEMM[1:] if kernel.name != "cpu_codes")
     monkeypatch.setattr(gemm_select, "GEMM", (per_tensor, *others))

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from mxtensor.kernels.runtime import nvrtc
-from mxtensor.kernels.runtime.prepared_launches import moved_arguments
+from mxtensor.kernels.runtime.packed_launches import moved_arguments
 from mxtensor.kernels.runtime.tensor_map import TensorMap
 
 MACHINE = Path(__file__).with_name("cuda_machine.h")
@@ -109,8 +109,8 @@ def function(device, sources, constants, name, layout, threads, depth=1, cluster
     return call
 
 
-class PreparedLaunches:
-    """Replaces that of ``prepared_launches`` for kernels of ``function``, which take all arguments in each call."""
+class PackedLaunches:
+    """Replaces that of ``packed_launches`` for kernels of ``function``, which take all arguments in each call."""
 
     def __init__(self, device, steps, bases):
         self.steps = [(kernel, grid, memory, list(arguments)) for kernel, grid, memory, arguments in steps]

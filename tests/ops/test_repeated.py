@@ -1,4 +1,4 @@
-"""``F.linear`` without gradients by the recorded program of an earlier call, for kernels without a prepared launch.
+"""``F.linear`` without gradients by the recorded program of an earlier call, for kernels without ``Kernel.launch_for``.
 
 Casts are Triton's, launched by addresses as on a device and interpreted (``helpers/compiled_triton.py``).
 """

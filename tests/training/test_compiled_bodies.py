@@ -38,10 +38,10 @@ HERE = {"enabled": (True, MXFP8), "disabled": (False, None), "nothing": None}
 """The block inside the compiled function."""
 
 
-def model(prepared):
+def model(wrapped):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
-    return mx.quantize_(net, MXFP8) if prepared else net
+    return mx.quantize_(net, MXFP8) if wrapped else net
 
 
 def block(arguments):
@@ -72,16 +72,16 @@ def inside(function, arguments):
 
 
 @pytest.mark.exhaustive(quick=10)
-@pytest.mark.parametrize("prepared", [False, True], ids=["plain", "prepared"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("outside", [None, (True, FLOAT8)], ids=["-", "in enabled"])
 @pytest.mark.parametrize("here", HERE.values(), ids=HERE)
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_training_step_equals_that_of_eager_code(name, here, outside, prepared, backend):
-    if name == "region" and backend == "eager" and not prepared and here is outside is None:
+def test_a_training_step_equals_that_of_eager_code(name, here, outside, wrapped, backend):
+    if name == "region" and backend == "eager" and not wrapped and here is outside is None:
         pytest.skip("torch's own op refuses two calls without a fake mode")
     torch._dynamo.reset()
-    net, call = model(prepared), inside(TRAINED[name], here)
+    net, call = model(wrapped), inside(TRAINED[name], here)
     expected = step(call, net, outside)
     assert same(expected, step(torch.compile(call, fullgraph=True, backend=backend), net, outside))
 

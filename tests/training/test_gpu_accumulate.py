@@ -1,4 +1,4 @@
-"""``mx.accumulate`` on a CUDA device: prepared layers take the casts of the block, with the bits of those without."""
+"""``mx.accumulate`` on a CUDA device: repeated layers take the casts of the block, with the bits of those without."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.core.plan import PLANS
 from mxtensor.recipe import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from mxtensor.training.prepared import Layer
+from mxtensor.training.repeated import RepeatedLayer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
 
@@ -50,7 +50,7 @@ def test_layers_with_the_casts_of_a_block_are_programs():
     with mx.accumulate():
         for _ in range(4):
             layer(batch(512).requires_grad_()).float().square().mean().backward()
-    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, Layer)]
+    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, RepeatedLayer)]
     assert len(layers) == 1 and layers[0].forward is not None and any(layers[0].backward.values())
 
 

@@ -16,7 +16,7 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from mxtensor.training.prepared import Layer
+from mxtensor.training.repeated import RepeatedLayer
 from tests.helpers.no_sync import no_host_sync
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
@@ -82,7 +82,7 @@ def test_repeated_steps_are_programs_with_the_bits_of_the_general_way(name):
     for ends in map(ends_of, ENDS * 2):
         x, _, g = tensors()
         assert_same(step(net, x, g, ends), in_general(net, x, g, ends))
-    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, Layer)]
+    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, RepeatedLayer)]
     assert any(layer.forward is not None and any(layer.backward.values()) for layer in layers)
 
 

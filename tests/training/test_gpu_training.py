@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import mxtensor as mx
 from mxtensor.core.plan import PLANS
 from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from mxtensor.training import prepared
+from mxtensor.training import repeated
 from mxtensor.training.linear import Options, linear
 from tests.helpers.compare import relative_error
 from tests.helpers.training_reference import check_step, train_step
@@ -187,9 +187,9 @@ def test_saved_activations_use_about_half_the_memory():
     assert ours <= inputs * 0.52 * x.nbytes + weights * 0.52 * layers[0].weight.nbytes
 
 
-# ---------------------------------------------------------------------------------------------- prepared layers
+# ---------------------------------------------------------------------------------------------- repeated layers
 
-PREPARED = NEAREST | {"nvfp4 stochastic": NVFP4BlockScaling(), "delayed": DelayedScaling()}
+REPEATED = NEAREST | {"nvfp4 stochastic": NVFP4BlockScaling(), "delayed": DelayedScaling()}
 
 
 def results_of(layer, x, g):
@@ -204,7 +204,7 @@ def results_of(layer, x, g):
 
 def in_general(monkeypatch, function, *args):
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "DEVICES", set())
+        patch.setattr(repeated, "DEVICES", set())
         return function(*args)
 
 
@@ -213,7 +213,7 @@ def inputs(rows=256, cols=512, n=384):
     return x, torch.randn(rows, n, device="cuda").bfloat16()
 
 
-def prepared_layer(recipe, bias=True, steps=3):
+def repeated_layer(recipe, bias=True, steps=3):
     layer = mx.quantize_(nn.Linear(512, 384, bias=bias, device="cuda", dtype=torch.bfloat16), recipe)
     for _ in range(steps):
         results_of(layer, *inputs())
@@ -221,7 +221,7 @@ def prepared_layer(recipe, bias=True, steps=3):
 
 
 def programs():
-    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, prepared.Layer)]
+    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, repeated.RepeatedLayer)]
     return [program for layer in layers for program in (layer.forward, *layer.backward.values()) if program is not None]
 
 
@@ -230,10 +230,10 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("recipe", PREPARED.values(), ids=PREPARED)
-def test_prepared_layers_have_the_bits_of_the_general_way(recipe, bias, monkeypatch):
+@pytest.mark.parametrize("recipe", REPEATED.values(), ids=REPEATED)
+def test_repeated_layers_have_the_bits_of_the_general_way(recipe, bias, monkeypatch):
     """Other data, other weights, rows that are freed and reused by torch's allocator, in place and through .data."""
-    layer = prepared_layer(recipe, bias)
+    layer = repeated_layer(recipe, bias)
     assert len(programs()) == 2
     for change in (lambda w: None, lambda w: w.mul_(1.5), lambda w: w.data.neg_(), lambda w: w.copy_(w.roll(1, 0))):
         with torch.no_grad():
@@ -246,17 +246,17 @@ def test_prepared_layers_have_the_bits_of_the_general_way(recipe, bias, monkeypa
 
 @pytest.mark.parametrize("rows", [1, 17, 64, 2048])
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8 current", "nvfp4 stochastic"])
-def test_prepared_layers_with_any_number_of_rows(rows, recipe, monkeypatch):
-    layer = prepared_layer(PREPARED[recipe], steps=0)
+def test_repeated_layers_with_any_number_of_rows(rows, recipe, monkeypatch):
+    layer = repeated_layer(REPEATED[recipe], steps=0)
     for _ in range(4):
         x, g = inputs(rows)
         assert_equal(results_of(layer, x, g), in_general(monkeypatch, results_of, layer, x, g))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8 current", "nvfp4 stochastic", "delayed"])
-def test_prepared_layers_launch_on_the_current_stream(recipe, monkeypatch):
+def test_repeated_layers_launch_on_the_current_stream(recipe, monkeypatch):
     """A side stream waits for the input, which comes late; another stream must not read it before."""
-    layer = prepared_layer(PREPARED[recipe])
+    layer = repeated_layer(REPEATED[recipe])
     x, g = inputs()
     expected = in_general(monkeypatch, results_of, copy.deepcopy(layer), x, g)
     late = torch.zeros_like(x).requires_grad_()
@@ -272,9 +272,9 @@ def test_prepared_layers_launch_on_the_current_stream(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8 current", "nvfp4"])
-def test_a_prepared_step_in_a_cuda_graph(recipe, monkeypatch):
+def test_a_repeated_step_in_a_cuda_graph(recipe, monkeypatch):
     """The graph casts the weight and the input anew in each replay."""
-    layer = prepared_layer(PREPARED[recipe])
+    layer = repeated_layer(REPEATED[recipe])
     x, g = inputs()
 
     def step():
@@ -299,8 +299,8 @@ def test_a_prepared_step_in_a_cuda_graph(recipe, monkeypatch):
         assert_equal(outputs, step())
 
 
-def test_two_threads_share_prepared_layers(monkeypatch):
-    layer = prepared_layer(MXFP8BlockScaling())
+def test_two_threads_share_repeated_layers(monkeypatch):
+    layer = repeated_layer(MXFP8BlockScaling())
     layers = [layer, *(copy.deepcopy(layer) for _ in range(3))]
     work = [inputs() for _ in layers]
     expected = [in_general(monkeypatch, results_of, mine, *args) for mine, args in zip(layers, work, strict=True)]
@@ -324,7 +324,7 @@ def test_two_threads_share_prepared_layers(monkeypatch):
 
 
 def test_programs_hold_no_memory():
-    layer = prepared_layer(MXFP8BlockScaling())
+    layer = repeated_layer(MXFP8BlockScaling())
     x, g = inputs()
     results_of(layer, x, g)
     torch.cuda.synchronize()
@@ -336,8 +336,8 @@ def test_programs_hold_no_memory():
     assert before - torch.cuda.memory_allocated() >= nbytes
 
 
-def test_a_prepared_step_needs_no_more_memory(monkeypatch):
-    layer = prepared_layer(MXFP8BlockScaling(), steps=0)
+def test_a_repeated_step_needs_no_more_memory(monkeypatch):
+    layer = repeated_layer(MXFP8BlockScaling(), steps=0)
     x, g = inputs(4096)
 
     def peak():

@@ -69,36 +69,36 @@ def high_precision(log):
 @pytest.mark.parametrize("kind", ["Off", "Wrapper"])
 def test_a_class_that_turns_torch_functions_off(kind, call, mode):
     shape, product = CALLS[call]
-    prepared, plain = layer(), torch.randn(shape)
+    wrapped, plain = layer(), torch.randn(shape)
     x = plain.as_subclass(Off) if kind == "Off" else Wrapper(plain)
     with MODES[mode](), mx.explain() as log:
-        y = product(x, prepared.weight, prepared.bias)
+        y = product(x, wrapped.weight, wrapped.bias)
     (entry,) = log.entries
     assert entry.kernel == "high precision" and "turns torch functions off" in entry.refusals["quantized"]
     assert sorted(entry.spec.shapes[1]) == [32, 64] and entry.spec.op.startswith("aten.")
-    dense = prepared.weight.high_precision, prepared.bias.detach()
+    dense = wrapped.weight.high_precision, wrapped.bias.detach()
     assert torch.equal(torch.as_tensor(y).as_subclass(torch.Tensor).detach(), product(plain, *dense))
     with (
         MODES[mode](),
         mx.strict(),
         pytest.raises(NotImplementedError, match=r"multiply by a weight \((32, 64|64, 32)\)"),
     ):
-        product(x, prepared.weight, prepared.bias)
+        product(x, wrapped.weight, wrapped.bias)
 
 
 def test_the_backward_pass_and_a_recomputation_are_not_logged_again():
-    prepared = layer()
+    wrapped = layer()
     x = torch.randn(8, 64).as_subclass(Off).requires_grad_()
     with mx.explain() as log:
-        checkpoint(lambda x: F.linear(x, prepared.weight, prepared.bias), x, use_reentrant=False).sum().backward()
-    assert len(log.entries) == 1 and prepared.weight.grad is not None
+        checkpoint(lambda x: F.linear(x, wrapped.weight, wrapped.bias), x, use_reentrant=False).sum().backward()
+    assert len(log.entries) == 1 and wrapped.weight.grad is not None
 
 
 def test_a_class_without_torch_functions_runs_quantized():
-    prepared, x = layer(), torch.randn(8, 64)
+    wrapped, x = layer(), torch.randn(8, 64)
     with mx.strict(), mx.explain() as log:
-        y = F.linear(x.as_subclass(Without), prepared.weight, prepared.bias)
-    assert torch.equal(y, prepared(x)) and log.entries and not high_precision(log)
+        y = F.linear(x.as_subclass(Without), wrapped.weight, wrapped.bias)
+    assert torch.equal(y, wrapped(x)) and log.entries and not high_precision(log)
 
 
 OTHERS = {
@@ -113,21 +113,21 @@ OTHERS = {
 
 @pytest.mark.parametrize("call", OTHERS)
 def test_functions_that_are_not_a_linear_layer(call):
-    prepared, x = layer(), torch.randn(8, 64)
+    wrapped, x = layer(), torch.randn(8, 64)
     with torch.no_grad(), mx.explain() as log:
-        OTHERS[call](x, prepared.weight)
+        OTHERS[call](x, wrapped.weight)
     assert len(log.entries) == len(high_precision(log)) == 1
     with torch.no_grad(), mx.strict(), pytest.raises(NotImplementedError, match=r"use F\.linear or x @ weight\.t"):
-        OTHERS[call](x, prepared.weight)
+        OTHERS[call](x, wrapped.weight)
 
 
 def test_what_the_user_wants_in_high_precision_is_not_logged():
-    prepared, x = layer(), torch.randn(8, 64)
+    wrapped, x = layer(), torch.randn(8, 64)
     for given in (x, x.as_subclass(Off)):
         with mx.strict(), mx.explain() as log, mx.autocast(enabled=False):
-            y = F.linear(given, prepared.weight, prepared.bias)
+            y = F.linear(given, wrapped.weight, wrapped.bias)
         assert log.entries == []
-        assert torch.equal(y.as_subclass(torch.Tensor), F.linear(x, prepared.weight.high_precision, prepared.bias))
+        assert torch.equal(y.as_subclass(torch.Tensor), F.linear(x, wrapped.weight.high_precision, wrapped.bias))
 
 
 def test_a_product_of_two_weights_is_not_a_layer():

@@ -114,45 +114,45 @@ Tensor cpu_linear_groups(const Tensor& given, const Tensor& data, const Tensor& 
   return out;
 }
 
-// Products with one weight whose addresses were prepared once, by number. The caller answers for the memory.
-struct Prepared {
+// Products with one weight that are bound to its addresses, by number. The caller answers for the memory.
+struct BoundProduct {
   Problem problem;
   std::optional<Cast> cast;
   std::vector<int64_t> shape;
 };
 std::mutex lock;
-std::vector<std::unique_ptr<Prepared>> all_prepared;
+std::vector<std::unique_ptr<BoundProduct>> bound_products;
 std::vector<int64_t> unused;
 
-int64_t cpu_linear_prepare(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
+int64_t cpu_linear_bind(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
                            const OptionalTensor& bias, IntArrayRef format, IntArrayRef cast, double amax_epsilon,
                            IntArrayRef shape) {
-  auto made = std::make_unique<Prepared>();
+  auto made = std::make_unique<BoundProduct>();
   made->problem = problem_of(x, data, scale, global_scale, std::nullopt, bias, format, 1, 1);
   made->problem.out_kind = made->problem.x_kind;
   made->shape = shape.vec();
   made->cast = cast_of(cast, amax_epsilon);
   const std::lock_guard<std::mutex> guard(lock);
   if (unused.empty()) {
-    all_prepared.push_back(std::move(made));
-    return int64_t(all_prepared.size()) - 1;
+    bound_products.push_back(std::move(made));
+    return int64_t(bound_products.size()) - 1;
   }
   const int64_t number = unused.back();
   unused.pop_back();
-  all_prepared[size_t(number)] = std::move(made);
+  bound_products[size_t(number)] = std::move(made);
   return number;
 }
 
-Tensor cpu_linear_prepared(const Tensor& given, int64_t number) {
+Tensor cpu_linear_bound(const Tensor& given, int64_t number) {
   Problem p;
   std::optional<Cast> cast;
   std::vector<int64_t> shape;
   {
     const std::lock_guard<std::mutex> guard(lock);
-    const auto known = number >= 0 && size_t(number) < all_prepared.size() ? all_prepared[size_t(number)].get() : nullptr;
+    const auto known = number >= 0 && size_t(number) < bound_products.size() ? bound_products[size_t(number)].get() : nullptr;
     MX_CHECK_VALUE(known && given.is_contiguous() && given.numel() == known->problem.m * known->problem.k &&
                        kind_of(given.scalar_type()) == known->problem.x_kind,
-                   "mxtensor::cpu_linear_prepared: product ", number, " was not prepared for ", given.sizes());
+                   "mxtensor::cpu_linear_bound: product ", number, " is not bound to such rows:  ", given.sizes());
     p = known->problem, shape = known->shape, cast = known->cast;
   }
   const Tensor x = may_overflow(p.global_scale, cast) ? scaled_down(given.view({p.m, p.k}), p.alpha, cast) : given;
@@ -169,8 +169,8 @@ TORCH_LIBRARY_IMPL(mxtensor, CPU, m) {
   m.impl("cpu_linear", cpu_linear);
   m.impl("cpu_linear_shared", cpu_linear_shared);
   m.impl("cpu_linear_groups", cpu_linear_groups);
-  m.impl("cpu_linear_prepare", cpu_linear_prepare);
-  m.impl("cpu_linear_prepared", cpu_linear_prepared);
+  m.impl("cpu_linear_bind", cpu_linear_bind);
+  m.impl("cpu_linear_bound", cpu_linear_bound);
 }
 
 }  // namespace
@@ -187,7 +187,7 @@ void mx_linear_record(bool (*wants)(), void (*take)(Replay*, const void*)) { rec
 
 void mx_linear_forget(int64_t number) {
   const std::lock_guard<std::mutex> guard(lock);
-  all_prepared[size_t(number)].reset();
+  bound_products[size_t(number)].reset();
   unused.push_back(number);
 }
 }

@@ -1,4 +1,4 @@
-// Two kernels that prepare activations before a product kernel: ``maxima`` finds the largest magnitude of each block's
+// Two kernels that convert activations before a product kernel: ``maxima`` finds the largest magnitude of each block's
 // share; ``activations`` casts, scales and writes float16. See activations.cuh.
 
 struct ActivationArguments {

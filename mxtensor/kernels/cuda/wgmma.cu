@@ -7,7 +7,7 @@
 // left operand. x is in tiles with the layout that the instruction reads; for each group one thread of four additional
 // warps has the copy engine load them, STAGES tiles at a time.
 //
-// With DIRECT no kernel prepares x: it is bfloat16, the copy engine makes the tiles from its rows (x_tiles.cuh), and
+// With DIRECT no kernel converts x: it is bfloat16, the copy engine makes the tiles from its rows (x_tiles.cuh), and
 // codes are decoded to bfloat16 (bfloat16_words.cuh).
 //
 // If K is not a multiple of 128, codes after the last column are zeros (chunks.cuh), and x is zero there too.

@@ -19,7 +19,7 @@ DEVICE void copy_tile(u8* to, const Arguments& a, u32 tile, u64* barrier) {
 }
 
 // Where piece H of a chunk's codes finds its columns, sixteen in each of four steps: bytes from the chunk's first tile.
-// Prepared tiles have the columns of a piece in the order of the steps. DIRECT tiles have the columns of x in order;
+// Converted tiles have the columns of a piece in the order of the steps. DIRECT tiles have the columns of x in order;
 // a piece of codes of 6 bits then has every second sixteen columns of both tiles.
 constexpr bool BOTH_TILES = DIRECT && BITS == 6;
 DEVICE constexpr u32 place_of_step(int H, int step) {

@@ -26,7 +26,7 @@ def readable_bias(args: GemmArgs, shape: tuple[int, ...], dtypes: Container[torc
     return bias.float() if bias is not None and bias.dtype not in dtypes else bias
 
 
-def can_be_prepared(x: Tensor, b: Operand, args: GemmArgs, dtypes: Container[torch.dtype]) -> bool:
+def fits_one_launch(x: Tensor, b: Operand, args: GemmArgs, dtypes: Container[torch.dtype]) -> bool:
     """Whether one launch computes ``alpha * x @ b^T + beta * bias`` from these tensors as they are in memory.
 
     ``dtypes``: those of a bias that the kernel reads.

@@ -19,9 +19,8 @@ from ...numerics.validate import check_sizes
 from ..quantize.cpu import BLOCKS, KINDS, MODES, SCALES
 from ..quantize.select import fake_quantize
 from ..runtime.availability import exported
-from .by_codes import as_rows, can_be_prepared, readable_bias
-from .cpu_library import ELEMENTS, FEW_ROWS, library, linear, linear_groups, missing, prepared
-from .cpu_library import prepare as prepare_op
+from .by_codes import as_rows, fits_one_launch, readable_bias
+from .cpu_library import ELEMENTS, FEW_ROWS, bind, bound, library, linear, linear_groups, missing
 from .spec import (
     FakeQuantized,
     GemmArgs,
@@ -130,7 +129,7 @@ def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) ->
     )  # fmt: skip
 
 
-class Launch:
+class BoundProduct:
     """A product with one weight whose addresses the op stores under a number. Stores no tensor."""
 
     __slots__ = ("_forget", "_number")
@@ -141,13 +140,13 @@ class Launch:
         self._number, self._forget = number, found.forget
 
     def __call__(self, x: Tensor) -> Tensor:
-        return prepared(x, self._number)  # type: ignore[no-any-return]
+        return bound(x, self._number)  # type: ignore[no-any-return]
 
     def __del__(self) -> None:
         self._forget(self._number)
 
 
-def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch | None:
+def launch_for(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> BoundProduct | None:
     """The launch of ``run(a, b, args)`` for any x with this layout; None if the product takes more than one op.
 
     a is x (..., K) as rows, unquantized or plain.
@@ -156,13 +155,13 @@ def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch
     cast = a.cast if isinstance(a, Unquantized) else None
     if not isinstance(a, Tensor) and (cast is None or not _is_cast_here(cast)):
         return None
-    if not can_be_prepared(x, b, args, KINDS) or x.numel() > FEW_ROWS * x.shape[-1]:
+    if not fits_one_launch(x, b, args, KINDS) or x.numel() > FEW_ROWS * x.shape[-1]:
         return None
     check_sizes(b)
     rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], b.shape[-2])
     numbers = numbers_of(b.format), *_numbers_of_cast(cast)
-    return Launch(prepare_op(rows, b.data, b.scale, b.global_scale, args.bias, *numbers, shape))
+    return BoundProduct(bind(rows, b.data, b.scale, b.global_scale, args.bias, *numbers, shape))
 
 
-KERNEL = Kernel("cpu_codes", refuses, run, "cpu", prepare=prepare)
+KERNEL = Kernel("cpu_codes", refuses, run, "cpu", launch_for=launch_for)
 GROUPED = Kernel("cpu_codes", refuses_grouped, run_grouped, "cpu")

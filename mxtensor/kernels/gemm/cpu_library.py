@@ -197,18 +197,18 @@ _OPS.define(
     "int[] format, float alpha, ScalarType out_dtype, int[] cast, float amax_epsilon) -> Tensor"
 )
 _OPS.define(
-    "cpu_linear_prepare(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? bias, int[] format, "
+    "cpu_linear_bind(Tensor x, Tensor data, Tensor scale, Tensor? global_scale, Tensor? bias, int[] format, "
     "int[] cast, float amax_epsilon, int[] shape) -> int"
 )
-_OPS.define("cpu_linear_prepared(Tensor x, int number) -> Tensor")
+_OPS.define("cpu_linear_bound(Tensor x, int number) -> Tensor")
 linear: Any = torch.ops.mxtensor.cpu_linear.default
 linear_shared: Any = torch.ops.mxtensor.cpu_linear_shared.default
 """Products of one x with several weights of one format, side by side (M, N of all), in compiled graphs.
 One tensor, because torch's C++ wrapper of a compiled graph calls an op with a list of results through Python."""
 linear_groups: Any = torch.ops.mxtensor.cpu_linear_groups.default
 """Products of rows in groups with a stack of weights, a matrix for each group."""
-prepare: Any = torch.ops.mxtensor.cpu_linear_prepare.default
-prepared: Any = torch.ops.mxtensor.cpu_linear_prepared.default
+bind: Any = torch.ops.mxtensor.cpu_linear_bind.default
+bound: Any = torch.ops.mxtensor.cpu_linear_bound.default
 
 
 @torch.library.impl(_OPS, "cpu_linear", "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""Products of float8 codes by cuBLASLt, prepared once: the same call that ``torch._scaled_mm`` makes, without what it
+"""Products of float8 codes by cuBLASLt, described once: the same call that ``torch._scaled_mm`` makes, without what it
 asks anew each time.
 
 torch describes the layouts, asks cuBLASLt for an algorithm and frees the descriptions in every call: 20 to 30 us of the
@@ -157,7 +157,7 @@ class _Descriptions:
         return None if status or not found.value or result.state else (bytes(result.algorithm), result.workspace)
 
 
-def prepared(shape: Shape, device: torch.device) -> tuple[host_calls.Run, int] | None:
+def host_product(shape: Shape, device: torch.device) -> tuple[host_calls.Run, int] | None:
     """``run(stream, b, a, out, workspace, scales of b, scales of a[, bias])`` with all as addresses, and the bytes of
     workspace; None if torch multiplies."""
     compiled, lib = host_calls.module(), library()
@@ -198,7 +198,7 @@ def recorded_product(
         (a.stride(0), b.stride(0), cols),
     )  # fmt: skip
     with recorder.paused():
-        made = prepared(shape, a.device)
+        made = host_product(shape, a.device)
     if made is None:
         return None
     run, size = made

@@ -40,7 +40,7 @@ def why_not_groups(scaling: Scaling, groups: int, args: GemmArgs) -> str | None:
     return None
 
 
-def prepare(scaling: Scaling, a: GemmOperand, b: GemmOperand, ends: Tensor) -> Product:
+def product_of(scaling: Scaling, a: GemmOperand, b: GemmOperand, ends: Tensor) -> Product:
     """The arguments for rows a (M, K) in groups that end at ``ends`` (G,) and weights b (G, N, K)."""
     assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
     rows = operand_of(a)
@@ -61,7 +61,7 @@ def run(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     formats = typed(Format, format_of(a)), typed(Format, format_of(b))
     scaling = plan_here(GROUPED_SCALINGS, *formats, data_of(a).device)
     assert isinstance(scaling, Scaling)
-    return zero_after(multiply(prepare(scaling, a, b, ends)).narrow(1, 0, cols), ends)
+    return zero_after(multiply(product_of(scaling, a, b, ends)).narrow(1, 0, cols), ends)
 
 
 KERNEL = Kernel("scaled_mm", refuses, run, "cuda")

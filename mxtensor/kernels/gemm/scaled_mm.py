@@ -197,7 +197,9 @@ def side(quantized: Operand | Unquantized, scaling: Scaling, which: int) -> tupl
     return padded(operand.data, multiple, scaling.inner), scale, operand.global_scale
 
 
-def prepare(scaling: Scaling, a: GemmOperand, b: GemmOperand, bias: Tensor | None, out_dtype: torch.dtype) -> Product:
+def product_of(
+    scaling: Scaling, a: GemmOperand, b: GemmOperand, bias: Tensor | None, out_dtype: torch.dtype
+) -> Product:
     """The arguments of the product of two quantized operands; stacks are flattened to matrices."""
     assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
     left, scale_a, global_scale_a = side(_as_matrix(a), scaling, 0)
@@ -224,7 +226,7 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     inside = _added_inside(scaling, args, cols) and args.out_dtype in scaling.outputs
     dtype = args.out_dtype if inside else FLOAT32
     bias = args.bias if inside and args.beta != 0 else None
-    out = multiply(prepare(scaling, a, b, bias, dtype))
+    out = multiply(product_of(scaling, a, b, bias, dtype))
     if out.shape[1] != cols:
         out = out.narrow(1, 0, cols).clone(memory_format=torch.contiguous_format)
     if out.shape[0] != rows:

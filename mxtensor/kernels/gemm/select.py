@@ -49,7 +49,7 @@ KERNEL_NAMES.update(kernel.name for kernel in GEMM)
 @cache
 def has_launches(device: torch.device, kernels: tuple[Kernel, ...] = GEMM) -> bool:
     """Whether one of the kernels may give plans on this device a launch."""
-    return any(kernel.prepare is not None and kernel.device in (None, device.type) for kernel in kernels)
+    return any(kernel.launch_for is not None and kernel.device in (None, device.type) for kernel in kernels)
 
 
 def _spec(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Spec:

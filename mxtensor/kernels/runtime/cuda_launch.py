@@ -23,7 +23,7 @@ def launch(kernel: Any, blocks: int, memory: int, arguments: Sequence[Tensor | i
         return
     with recorder.paused():
         kernel(blocks, 1, memory, values)
-        step, attributes = kernel.prepared(blocks, 1, memory, values)
+        step, attributes = kernel.step(blocks, 1, memory, values)
     places = [at for at, a in enumerate(arguments) if isinstance(a, Tensor)]
     moved = tuple((kernel.offset_of(at), base, 0) for base, at in enumerate(places))
     run = host_calls.launches(len(places), [step._replace(moved=moved)], (kernel, attributes))

@@ -1,4 +1,4 @@
-// Calls of the CUDA driver and of cuBLASLt without Python between them: what a prepared launch costs the host.
+// Calls of the CUDA driver and of cuBLASLt without Python between them: what a launch of a recorded program or of a Plan costs the host.
 //
 // A Launches object holds kernel launches whose arguments differ from call to call in addresses only; a Product holds a
 // matrix product of cuBLASLt with its layouts and its algorithm. Both are called with a stream and addresses, and copy

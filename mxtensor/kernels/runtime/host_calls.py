@@ -1,4 +1,4 @@
-"""Prepared calls of the CUDA driver and of cuBLASLt, which differ from call to call in a stream and addresses only.
+"""Calls of the CUDA driver and of cuBLASLt, which differ from call to call in a stream and addresses only.
 
 ``host_calls.c`` carries them out; it is compiled once per machine, like Triton's own launchers. Without a compiler, or
 without Python's headers, ``PythonLaunches`` does the same through ctypes, which takes the host twice as long, and
@@ -133,9 +133,9 @@ class PythonLaunches:
         self._replace = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)(replace) if replace else None
         self._use_context, self._on_error, self._addresses = use_context, on_error, addresses
         self._lock, self._owners = threading.Lock(), owners
-        self._steps = [self._prepared(step) for step in steps]
+        self._steps = [self._in_memory(step) for step in steps]
 
-    def _prepared(self, step: Step) -> tuple[Any, ...]:
+    def _in_memory(self, step: Step) -> tuple[Any, ...]:
         memory = ctypes.create_string_buffer(len(step.block) + ALIGNMENT)
         block = (ctypes.c_char * len(step.block)).from_buffer(memory, -ctypes.addressof(memory) % ALIGNMENT)
         block.raw = step.block

@@ -5,7 +5,7 @@ machine of an H100. A recorded launch differs from call to call in its addresses
 arguments that was made once, and the driver is called.
 
 The driver knows the sizes of a kernel's parameters (cuFuncGetParamInfo, CUDA 12.4): if they are not those of the block,
-as with a Triton that passes its arguments in another way, ``prepared`` gives None and Triton launches.
+as with a Triton that passes its arguments in another way, ``of_compiled`` gives None and Triton launches.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def native_launch(
     return host_calls.launches(len(addresses), [step])
 
 
-def prepared(
+def of_compiled(
     compiled: Any, programs: int, arguments: Sequence[Any]
 ) -> tuple[host_calls.Run, tuple[Tensor, ...]] | None:
     """The launch of what Triton compiled, and the tensors among ``arguments`` whose addresses it takes; None if only

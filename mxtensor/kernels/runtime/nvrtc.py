@@ -199,7 +199,7 @@ class Function:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         return config, ctypes.byref(config), buffer, arguments, attributes
 
-    def prepared(self, x: int, y: int, memory: int, arguments: Sequence[Argument]) -> tuple[Any, ...]:
+    def step(self, x: int, y: int, memory: int, arguments: Sequence[Argument]) -> tuple[Any, ...]:
         """One kind of launch as a ``host_calls.Step`` that moves no argument, and what its attributes need alive."""
         config, _, buffer, _, attributes = self._make()
         self._allow(memory)

@@ -91,7 +91,7 @@ def launch(
     else:
         with recorder.paused():
             compiled = _launch(kernel, programs, arguments, constants, warps, stages)
-        native = native_launch.prepared(compiled, programs, arguments)
+        native = native_launch.of_compiled(compiled, programs, arguments)
         if native is not None:
             recorder.launch(recording.Launch(native[0], (), (), native[1]))
         else:

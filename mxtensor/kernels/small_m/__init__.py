@@ -26,7 +26,8 @@ Three kernels do this; ``LaunchConfig.kind`` names them:
 | pipelined | stage by stage, or whole | the warps of a block share the stages | any GPU, groups of rows |
 | wgmma | tiles by the copy engine | from global memory to registers | 9 to 512 rows on sm_90 |
 
-Files, in the order of a call: ``kernel.py`` (which calls the kernel takes, the custom ops), ``launch.py`` (prepares and
-launches), ``heuristics.py`` (chooses a config from the measured table ``sm90.json``), ``config.py`` (what a kernel is
-compiled with), ``shared_memory.py`` (whether it fits). The device code is in ``kernels/cuda/``.
+Files, in the order of a call: ``kernel.py`` (which calls the kernel takes, the custom ops), ``launch.py`` (converts
+activations, launches), ``heuristics.py`` (chooses a config from the measured table ``sm90.json``), ``config.py`` (what
+a kernel is compiled with), ``shared_memory.py`` (whether it fits); ``plan_launch.py`` has the launch of later calls.
+The device code is in ``kernels/cuda/``.
 """

@@ -78,7 +78,7 @@ class LaunchConfig(NamedTuple):
     otherwise each block reads the sums of the others"""
     direct: bool = False
     """whether a wgmma kernel reads bfloat16 activations as they are and decodes codes to bfloat16, so that no kernel
-    prepares them"""
+    converts them"""
 
     @property
     def kind(self) -> str:
@@ -86,8 +86,8 @@ class LaunchConfig(NamedTuple):
         return "persistent" if self.persistent else "wgmma" if self.wgmma else "pipelined"
 
     @property
-    def prepares(self) -> bool:
-        """Whether another kernel has to prepare the activations."""
+    def converts(self) -> bool:
+        """Whether another kernel converts the activations before."""
         return not (self.whole_x or self.direct)
 
     @property
@@ -181,7 +181,7 @@ def facts_for(facts: Facts, config: LaunchConfig) -> Facts:
 
     Unless it reads them as they are, another kernel has cast the activations to float16 before.
     """
-    return facts._replace(x=torch.float16, x_copy=16, cast=None) if config.prepares else facts
+    return facts._replace(x=torch.float16, x_copy=16, cast=None) if config.converts else facts
 
 
 def scale_bytes(format: Format, config: LaunchConfig) -> int:

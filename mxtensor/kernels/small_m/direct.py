@@ -1,4 +1,4 @@
-"""Direct configs: wgmma kernels that read bfloat16 activations as they are, so that no kernel prepares them."""
+"""Direct configs: wgmma kernels that read bfloat16 activations as they are, so that no kernel converts them."""
 
 from __future__ import annotations
 

@@ -254,8 +254,8 @@ def choose_config(
 
 
 def expected_time(format: Format, m: int, n: int, k: int) -> float | None:
-    """Microseconds of a product of prepared activations on an H100, by the config that ``choose_config`` takes; None if
-    neither table nor cost model knows the format."""
+    """Microseconds of a product of converted activations on an H100, by the config that ``choose_config`` takes; None
+    if neither table nor cost model knows the format."""
     gpu, name = gpu_of(torch.device("cpu")), stand_in(format)
     measured = min((line.us for line in table(gpu.capability) if line[:5] == (name, False, m, n, k)), default=None)
     found = _by_costs(gpu, format, m, n, k, False, lambda config: None if config.direct else config)

@@ -22,7 +22,7 @@ from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
 from ...numerics.validate import check_sizes
-from ..gemm.by_codes import as_rows, can_be_prepared, readable_bias
+from ..gemm.by_codes import as_rows, fits_one_launch, readable_bias
 from ..gemm.row_operand import RowOperand
 from ..gemm.spec import (
     FakeQuantized,
@@ -40,7 +40,7 @@ from .config import SCALES, can_use_wgmma
 from .heuristics import most_rows
 from .launch import Weight, launch
 from .ops import HALVES, is_cast_here, small_m
-from .prepared import GroupedLaunch, Launch, prepare_launch
+from .plan_launch import GroupedLaunch, Launch, make_launch
 
 # ---------------------------------------------------------------------------------------------- refusals
 
@@ -147,7 +147,7 @@ def run_traced(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     return _call(a, b, None, args, _op)
 
 
-def _prepare(
+def _launch_for(
     x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs, ends: Tensor | None, kind: type[Launch]
 ) -> Launch | None:
     """A launch of this kind for any x with this layout; None if the product takes more than one kernel.
@@ -158,21 +158,21 @@ def _prepare(
     cast = a.cast if isinstance(a, Unquantized) else None
     if not isinstance(a, Tensor) and (cast is None or not is_cast_here(cast, x)):
         return None
-    if not can_be_prepared(x, b, args, TYPES) or not (ends is None or ends.is_contiguous()):
+    if not fits_one_launch(x, b, args, TYPES) or not (ends is None or ends.is_contiguous()):
         return None
     check_sizes(b)
     weight = Weight(b.data, b.scale, b.global_scale, args.bias)
-    return prepare_launch(x, [weight], b.format, b.shape[-1], cast, ends=ends, kind=kind)
+    return make_launch(x, [weight], b.format, b.shape[-1], cast, ends=ends, kind=kind)
 
 
-def prepare(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch | None:
+def launch_for(x: Tensor, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Launch | None:
     """The launch of ``run(a, b, args)``."""
-    return _prepare(x, a, b, args, None, Launch)
+    return _launch_for(x, a, b, args, None, Launch)
 
 
-def prepare_grouped(x: Tensor, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Launch | None:
+def grouped_launch_for(x: Tensor, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Launch | None:
     """The launch of ``run_grouped(a, b, ends, args)``."""
-    return _prepare(x, a, b, args, ends, GroupedLaunch)
+    return _launch_for(x, a, b, args, ends, GroupedLaunch)
 
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
@@ -183,5 +183,5 @@ def run_grouped_traced(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmA
     return _call(a, b, ends, args, _op)
 
 
-KERNEL = Kernel("small_m", refuses, run, "cuda", run_traced, prepare)
-GROUPED = Kernel("small_m", refuses_grouped, run_grouped, "cuda", run_grouped_traced, prepare_grouped)
+KERNEL = Kernel("small_m", refuses, run, "cuda", run_traced, launch_for)
+GROUPED = Kernel("small_m", refuses_grouped, run_grouped, "cuda", run_grouped_traced, grouped_launch_for)

@@ -1,4 +1,4 @@
-"""Launches of small-M products: resolve the config, prepare the activations, compile the sources, call the kernel.
+"""Launches of small-M products: resolve the config, convert the activations, compile the sources, call the kernel.
 
 ``resolve`` does what depends on shapes, dtypes and alignments only, and is cached. A config with ``whole_x`` casts the
 activations inside the product kernel (up to 8 rows), and a ``direct`` one reads bfloat16 activations as they are; other
@@ -23,7 +23,7 @@ from ...numerics.element_format import ElementFormat
 from ...numerics.formats import Format
 from ..runtime import nvrtc, tensor_map, triton_launch
 from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants, copy_size
-from ..runtime.prepared_launches import KernelCall
+from ..runtime.packed_launches import KernelCall
 from ..runtime.tensor_map import Argument
 from .config import MOST_WEIGHTS, Facts, LaunchConfig, can_use_wgmma, classes_of, constants, facts_for, has_whole_chunks
 from .direct import can_be_direct, map_of_tiles
@@ -234,7 +234,7 @@ def _launch_once(
     resolved = resolved_for(x, weights, format, cols, groups, out_dtype, cast, given)
     results = [x.new_empty(rows, w.data.shape[-2], dtype=out_dtype) for w in weights]
     scratch, memory = None, None
-    if resolved.config.prepares:
+    if resolved.config.converts:
         scratch = scratch_of(resolved.config, rows, x.shape[1], cast, resolved.blocks)
         memory = x.new_empty(scratch.bytes, dtype=torch.uint8)
     for kernel, grid, shared_bytes, arguments in steps_of(

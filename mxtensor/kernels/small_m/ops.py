@@ -19,7 +19,7 @@ from ..runtime.check import check_argument, check_codes, check_scalars
 from ..runtime.cuda_macros import ELEMENTS, TYPES
 from .config import SCALES
 from .launch import Weight, launch
-from .prepared import GroupedLaunch, Launch, SharedLaunch, prepare_launch
+from .plan_launch import GroupedLaunch, Launch, SharedLaunch, make_launch
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -75,7 +75,7 @@ def check_arguments(
 
 
 def has_launches(x: Tensor) -> bool:
-    """Whether launches of activations on this device can be prepared."""
+    """Whether launches of activations on this device can be stored."""
     return x.is_cuda
 
 
@@ -89,7 +89,7 @@ def _repeated(
     ends: Tensor | None, alpha: float, beta: float, out_dtype: torch.dtype, cast: str, scaling: str,
     kind: type[Launch],
 ) -> Any:  # fmt: skip
-    """What the op ``op`` returns: by launches that an earlier call with the same weights prepared, if there are any.
+    """What the op ``op`` returns: by launches that an earlier call with the same weights stored, if there are any.
 
     A tensor that got the memory of another one finds that one's launches only if all of the key is equal: then they
     are right.
@@ -100,17 +100,17 @@ def _repeated(
         tensors = tuple(_facts(t) for weight in weights for t in weight)
         groups = None if ends is None else (ends.shape, ends.dtype, ends.device, ends.is_contiguous())
         key = op, place, tensors, groups, format, cols, alpha, beta, out_dtype, cast, scaling
-        seen, prepared = custom_ops.launch_of(key)
-        if prepared is not None:
-            return prepared(x) if ends is None else prepared(x, ends)
+        seen, stored = custom_ops.launch_of(key)
+        if stored is not None:
+            return stored(x) if ends is None else stored(x, ends)
         key = None if seen else key
     f, to = get_format(format), _cast_of(cast, scaling)
     check_arguments(op, x, weights, f, cols, x_global, ends, out_dtype, to)
     results = launch(x, weights, f, cols, x_global, ends, alpha, beta, out_dtype, to)
     if key is not None:
-        prepared = prepare_launch(x, weights, f, cols, to, alpha, beta, out_dtype, ends, kind)
+        stored = make_launch(x, weights, f, cols, to, alpha, beta, out_dtype, ends, kind)
         spec = Spec(op, (tuple(x.shape), *(tuple(w.data.shape) for w in weights)), (x.dtype, f), out_dtype, x.device)
-        custom_ops.cache_launch(key, spec, prepared)
+        custom_ops.cache_launch(key, spec, stored)
     return results if kind is SharedLaunch else results[0]
 
 

@@ -1,4 +1,4 @@
-"""The scratch memory of a product: one allocation for the activations that another kernel prepares and for split sums.
+"""The scratch memory of a product: one allocation for the activations that another kernel converts and for split sums.
 
     float16 activations | float32 scale of each row | maxima of blocks | counters | partial sums
 

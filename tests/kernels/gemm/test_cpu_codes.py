@@ -1,5 +1,5 @@
 """Products of rows with codes on CPU: the op against the definition, for every format, instruction set and number of
-rows; the choice of the kernel, its prepared launches, and compiled graphs."""
+rows; the choice of the kernel, the launches of its Plans, and compiled graphs."""
 
 import os
 import subprocess
@@ -213,9 +213,8 @@ def test_codes_that_are_not_contiguous_are_copied():
     w, x = mx.quantize(torch.randn(64, 64), "mxfp8").rowwise, torch.randn(2, 64)
     strided = Operand(w.data.t().contiguous().t(), w.scale, None, w.format, w.shape)
     args = GemmArgs(torch.float32)
-    assert (
-        plan_of("test", x, strided, args).kernel.name == "cpu_codes" and cpu_codes.prepare(x, x, strided, args) is None
-    )
+    assert plan_of("test", x, strided, args).kernel.name == "cpu_codes"
+    assert cpu_codes.launch_for(x, x, strided, args) is None
     assert torch.equal(cpu_codes.run(x, strided, args), cpu_codes.run(x, w, args))
 
 
@@ -228,7 +227,7 @@ def test_training_takes_the_kernel_that_also_multiplies_values(op):
 
 @pytest.mark.parametrize("config", ["mxfp8-weight-only", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_the_second_call_takes_a_prepared_launch(config, dtype):
+def test_the_second_call_takes_the_launch_of_the_plan(config, dtype):
     layer = torch.nn.Linear(96, 40).to(dtype)
     mx.quantize_(layer, config)
     with torch.no_grad():
@@ -243,10 +242,10 @@ def test_the_second_call_takes_a_prepared_launch(config, dtype):
 
 def test_a_launch_gives_its_number_back():
     w, x = mx.quantize(torch.randn(8, 32), "mxfp8").rowwise, torch.randn(1, 32)
-    launch = cpu_codes.prepare(x, x, w, GemmArgs(torch.float32))
+    launch = cpu_codes.launch_for(x, x, w, GemmArgs(torch.float32))
     number = launch._number
     del launch
-    assert cpu_codes.prepare(x, x, w, GemmArgs(torch.float32))._number == number
+    assert cpu_codes.launch_for(x, x, w, GemmArgs(torch.float32))._number == number
 
 
 def test_a_compiled_graph_calls_the_op():

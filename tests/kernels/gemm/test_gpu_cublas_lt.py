@@ -1,4 +1,4 @@
-"""Prepared products of cuBLASLt are torch's, to the bit, for other tensors than those that were recorded."""
+"""Recorded products of cuBLASLt are torch's, to the bit, for other tensors than those that were recorded."""
 
 import pytest
 import torch
@@ -34,13 +34,13 @@ def test_a_recorded_product_is_that_of_torch(shape, by_rows, a, b, biased):
         out = [codes(rows, inner, a), codes(cols, inner, b), scales(rows, by_rows), scales(cols, by_rows)]
         return [*out, torch.randn(cols, device="cuda", dtype=torch.bfloat16) if biased else None]
 
-    def prepared(x, w, scale_x, scale_w, bias):
+    def recorded(x, w, scale_x, scale_w, bias):
         out = recorded_product(x, w, scale_x, scale_w, bias, torch.bfloat16, False)
         assert out is not None
         return out
 
     first = operands()
-    out, program = record(lambda: prepared(*first), first, lambda t: [t])
+    out, program = record(lambda: recorded(*first), first, lambda t: [t])
     for given, mine in ((first, out), *((other, program(*other)[0]) for other in (operands(), operands()))):
         x, w, scale_x, scale_w, bias = given
         expected = torch._scaled_mm(

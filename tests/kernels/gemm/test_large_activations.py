@@ -41,7 +41,7 @@ def test_linear_layers_equal_the_definition(config, rows, scale):
             module, x = layer(config, k, dtype), (torch.rand(rows, k, dtype=dtype) - 0.5) * scale
             want = rounded(x, config) @ module.weight.dequantize(torch.float64).t() + module.bias.double()
             with torch.no_grad():
-                for _ in range(2):  # the second call is that of a prepared launch
+                for _ in range(2):  # the second call is that of the Plan's launch
                     y = module(x)
                     assert y.isfinite().all() and relative_error(y, want) < (1e-5 if dtype is torch.float32 else 6e-3)
 

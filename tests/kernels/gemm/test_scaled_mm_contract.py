@@ -25,7 +25,7 @@ def right_call(name, m=4, n=16, k=128):
         "mxfp4": ("mxfp4",) * 2, "nvfp4": ("nvfp4",) * 2,
     }[name]  # fmt: skip
     a, b = (Unquantized(torch.randn(rows, k), mx.Cast.of(f)) for rows, f in zip((m, n), formats, strict=True))
-    return scaled_mm.prepare(scaling, a, b, torch.randn(n, dtype=BF16) if scaling.bias else None, BF16)
+    return scaled_mm.product_of(scaling, a, b, torch.randn(n, dtype=BF16) if scaling.bias else None, BF16)
 
 
 NAMES = sorted({s.name for s in SCALINGS})
@@ -150,7 +150,7 @@ def right_group(name):
     scaling = next(s for s in GROUPED_SCALINGS if s.name == name)
     cast = mx.Cast.of("mxfp8" if scaling.swizzled else "float8_row")
     a, b = Unquantized(torch.randn(9, 64), cast), encode(torch.randn(3, 32, 64), cast)
-    return scaled_grouped_mm.prepare(scaling, a, b, torch.tensor([2, 2, 8], dtype=torch.int32))
+    return scaled_grouped_mm.product_of(scaling, a, b, torch.tensor([2, 2, 8], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("name", ["float8 per row", "mxfp8"])

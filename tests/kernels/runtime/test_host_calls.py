@@ -1,4 +1,4 @@
-"""Prepared calls: what reaches the driver and cuBLASLt, compiled and in Python, from threads, and after errors."""
+"""Host calls: what reaches the driver and cuBLASLt, compiled and in Python, from threads, and after errors."""
 
 import ctypes
 import threading

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mxtensor.kernels.runtime import host_calls, native_launch
-from mxtensor.kernels.runtime.native_launch import parameters, prepared
+from mxtensor.kernels.runtime.native_launch import of_compiled, parameters
 
 X, Y = torch.empty(4), torch.empty(2)
 SIGNATURE = {
@@ -55,7 +55,7 @@ def test_parameters_are_addresses_and_integers_without_constants():
 
 
 def test_a_launch_moves_its_addresses_and_keeps_its_integers(driver):
-    (addresses, [step]), tensors = prepared(compiled(), 5, ARGUMENTS)
+    (addresses, [step]), tensors = of_compiled(compiled(), 5, ARGUMENTS)
     assert tensors == (X, Y) and addresses == 2
     assert (step.kernel, step.x, step.y, step.z, step.threads, step.memory) == (99, 5, 1, 1, 128, 1024)
     assert struct.unpack("<6q", step.block) == (0, 7, 0, 1 << 40, 0, 0)
@@ -70,15 +70,15 @@ def test_a_launch_moves_its_addresses_and_keeps_its_integers(driver):
     ],
 )  # fmt: skip
 def test_triton_launches_what_the_block_does_not_describe(driver, other):
-    assert prepared(compiled(**other), 5, ARGUMENTS) is None
+    assert of_compiled(compiled(**other), 5, ARGUMENTS) is None
 
 
 @pytest.mark.parametrize("sizes", [(8, 4, 8, 8), (8, 4, 8, 8, 8, 8, 8), (8, 8, 8, 8, 8, 8)])
 def test_triton_launches_kernels_whose_parameters_the_driver_knows_otherwise(driver, sizes):
     driver.sizes = sizes
-    assert prepared(compiled(), 5, ARGUMENTS) is None
+    assert of_compiled(compiled(), 5, ARGUMENTS) is None
 
 
 def test_an_older_driver_is_not_asked(monkeypatch):
     monkeypatch.setattr(native_launch, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=None))
-    assert prepared(compiled(), 5, ARGUMENTS) is None
+    assert of_compiled(compiled(), 5, ARGUMENTS) is None

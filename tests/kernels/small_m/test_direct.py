@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import mxtensor as mx
 from mxtensor.kernels.runtime import nvrtc
-from mxtensor.kernels.small_m import heuristics, launch, prepared
+from mxtensor.kernels.small_m import heuristics, launch, plan_launch
 from mxtensor.kernels.small_m.config import ELEMENTS, LaunchConfig, registers
 from mxtensor.kernels.small_m.costs import Cost, costs_of
 from mxtensor.kernels.small_m.heuristics import expected_time
@@ -158,7 +158,7 @@ def test_columns_that_are_not_whole_chunks(format, k):
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", [ONE, ONE._replace(direct=False), DIRECTS[-1]], ids=["direct", "prepared", "groups"])
+@pytest.mark.parametrize("config", [ONE, ONE._replace(direct=False), DIRECTS[-1]], ids=["direct", "before", "groups"])
 def test_an_infinity_in_a_chunk_that_is_not_whole_stays_an_infinity(config):
     """What the chunk lacks is loaded from its start: it would be an infinity times zero."""
     w, x = weight("mxfp8_e5m2", 70, 544), torch.rand(3, 544).bfloat16() + 0.5
@@ -226,19 +226,19 @@ def test_a_product_is_one_launch_without_scratch_memory(monkeypatch):
 
 
 @needs_compiler
-def test_a_prepared_product_has_the_bits_of_the_first(monkeypatch):
-    monkeypatch.setattr(prepared, "PreparedLaunches", cuda_on_cpu.PreparedLaunches)
+def test_a_repeated_product_has_the_bits_of_the_first(monkeypatch):
+    monkeypatch.setattr(plan_launch, "PackedLaunches", cuda_on_cpu.PackedLaunches)
     monkeypatch.setattr(launch, "choose_config", lambda *args: ONE)
     monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
     weights = [weight("mxfp8", n, 256) for n in (40, 90)]
     given = [launch.Weight(w.data, w.scale, None, torch.randn(w.shape[0]).bfloat16()) for w in weights]
     x = torch.randn(5, 256).bfloat16()
-    prepared_one = prepared.prepare_launch(x, given, MXFP8, 256, None, kind=prepared.SharedLaunch)
-    assert prepared_one.scratch_bytes == 0
+    repeated = plan_launch.make_launch(x, given, MXFP8, 256, None, kind=plan_launch.SharedLaunch)
+    assert repeated.scratch_bytes == 0
     for size in (1, 100):  # x elsewhere, with other values
         x = torch.randn(5, 256).bfloat16() * size
         first = products(x, weights, ONE, None, [w.bias for w in given], torch.bfloat16)
-        assert all(map(torch.equal, prepared_one(x), first))
+        assert all(map(torch.equal, repeated(x), first))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_other_activations_are_refused(x, config, cast):
         product(x, weight("mxfp8", 16, 256), config, cast)
 
 
-def test_other_activations_take_a_config_that_another_kernel_prepares():
+def test_other_activations_take_a_config_that_another_kernel_converts():
     types, sizes = (torch.bfloat16,) * 3, (96, 768, 0)
 
     def config(types=types, x=0, cast=None):
@@ -279,7 +279,7 @@ def test_registers_of_the_threads_add_up_to_what_a_multiprocessor_has():
             assert used <= r.at_start * config.threads and used * config.blocks <= 65536
 
 
-def test_the_expected_time_of_prepared_activations_is_that_of_no_direct_config(monkeypatch):
+def test_the_expected_time_of_converted_activations_is_that_of_no_direct_config(monkeypatch):
     costs = {(MXFP8.name, False, 64): (Cost(ONE, 1.0, 0.0, 0.0, 0.0), Cost(WGMMAS[0], 2.0, 0.0, 0.0, 0.0))}
     monkeypatch.setattr(heuristics, "costs_of", lambda capability: costs)
     assert expected_time(MXFP8, 64, 1536, 2048) == 2.0

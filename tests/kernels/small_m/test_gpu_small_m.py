@@ -150,7 +150,7 @@ def direct_product(x, w, config):
 @pytest.mark.parametrize("format", [f for f in FORMATS if "128" not in f])
 @pytest.mark.parametrize("config", DIRECTS)
 @pytest.mark.parametrize("shape", [(5, 515, 832), (40, 1024, 2048), (300, 130, 1024)])
-def test_activations_that_no_kernel_prepares(format, config, shape):
+def test_activations_that_no_kernel_converts(format, config, shape):
     m, n, k = shape
     w, x = operand(format, n, k), torch.randn(m, k + 8, device="cuda").bfloat16()[:, :k]
     x *= 2.0 ** torch.randint(-60, 60, (m, 1), device="cuda").bfloat16()

@@ -485,7 +485,7 @@ def test_scales_of_every_power_of_two_and_nan():
         )  # 2^13, the row scale of x, times these overflows
 
 
-@pytest.mark.parametrize("config", [WGMMA, DIRECTS[0]], ids=["prepared", "direct"])
+@pytest.mark.parametrize("config", [WGMMA, DIRECTS[0]], ids=["converted", "direct"])
 @pytest.mark.parametrize("scale", [0x7F, 0xFF, 0x80, 0xB8, 0x00])
 def test_nvfp4_scales_with_a_sign_or_a_nan_give_what_the_reference_gives(scale, config):
     w, x = weight("nvfp4", 130, 384), torch.randn(4, 384).bfloat16()

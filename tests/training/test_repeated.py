@@ -26,7 +26,7 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from mxtensor.training import passes, prepared
+from mxtensor.training import passes, repeated
 from mxtensor.training.linear import Options, linear
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers import compiled_triton
@@ -91,7 +91,7 @@ def step(x, w, b, g, recipe, **options):
 
 def in_general(monkeypatch, function, *args, **kwargs):
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "DEVICES", set())
+        patch.setattr(repeated, "DEVICES", set())
         return function(*args, **kwargs)
 
 
@@ -294,15 +294,15 @@ def test_torch_autocast(to, native, monkeypatch):
 # ---------------------------------------------------------------------------------------------- the general way
 
 
-def prepared_layer(recipe=None):
+def repeated_layer(recipe=None):
     layer = mx.quantize_(nn.Linear(IN, OUT).bfloat16(), recipe or Float8CurrentScaling())
     for _ in range(3):
         layer(torch.randn(ROWS, IN).bfloat16().requires_grad_()).sum().backward()
     return layer
 
 
-def test_explain_and_kernels_see_prepared_layers(native, passes_run):
-    layer, x = prepared_layer(), torch.randn(ROWS, IN).bfloat16().requires_grad_()
+def test_explain_and_kernels_see_repeated_layers(native, passes_run):
+    layer, x = repeated_layer(), torch.randn(ROWS, IN).bfloat16().requires_grad_()
     del passes_run[:]
     with mx.explain() as log:
         layer(x).sum().backward()
@@ -318,15 +318,15 @@ def test_explain_and_kernels_see_prepared_layers(native, passes_run):
 
 
 def test_a_profiler_of_triton_is_told_of_each_launch(native, passes_run, monkeypatch):
-    layer = prepared_layer()
+    layer = repeated_layer()
     del passes_run[:]
-    monkeypatch.setattr(prepared, "is_watched", lambda: True)
+    monkeypatch.setattr(repeated, "is_watched", lambda: True)
     layer(torch.randn(ROWS, IN).bfloat16())
     assert passes_run == ["forward"]
 
 
 def test_a_second_derivative_is_refused(native):
-    layer, x = prepared_layer(), torch.randn(ROWS, IN).bfloat16().requires_grad_()
+    layer, x = repeated_layer(), torch.randn(ROWS, IN).bfloat16().requires_grad_()
     (dx,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         dx.sum().backward()
@@ -334,7 +334,7 @@ def test_a_second_derivative_is_refused(native):
 
 def test_a_compiled_layer_has_the_same_bits(native):
     torch._dynamo.reset()
-    layer, x = prepared_layer(), torch.randn(ROWS, IN).bfloat16().requires_grad_()
+    layer, x = repeated_layer(), torch.randn(ROWS, IN).bfloat16().requires_grad_()
     y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     (dx,) = torch.autograd.grad(y.sum(), x)
     expected = layer(x)
@@ -342,7 +342,7 @@ def test_a_compiled_layer_has_the_same_bits(native):
 
 
 def test_an_error_names_the_kernel(launches, monkeypatch):
-    layer = prepared_layer()
+    layer = repeated_layer()
     monkeypatch.setattr(compiled_triton.Compiled, "error", ZeroDivisionError("no"))
     message = r"the kernel 'triton' failed in cast pair of bfloat16->float8_e4m3_tensor .*: no"
     with pytest.raises(RuntimeError, match=message):
@@ -357,18 +357,18 @@ def test_a_pass_without_memory_for_a_recording_runs(native, monkeypatch):
         raise torch.OutOfMemoryError("recording")
 
     torch.manual_seed(0)
-    expected = prepared_layer().weight.grad
+    expected = repeated_layer().weight.grad
     PLANS.clear()
     monkeypatch.setattr(recording, "record", record)
     torch.manual_seed(0)
-    assert torch.equal(prepared_layer().weight.grad, expected) and asked
+    assert torch.equal(repeated_layer().weight.grad, expected) and asked
 
 
 # ---------------------------------------------------------------------------------------------- memory and threads
 
 
 def test_programs_hold_neither_weights_nor_activations(native):
-    layer = prepared_layer()
+    layer = repeated_layer()
     x = torch.randn(ROWS, IN).bfloat16().requires_grad_()
     y = layer(x)
     y.sum().backward()
@@ -379,12 +379,12 @@ def test_programs_hold_neither_weights_nor_activations(native):
         assert [ref() for ref in gone] == [None] * len(gone)
     finally:
         gc.enable()
-    assert any(isinstance(plan.launch, prepared.Layer) for plan in PLANS._plans.values())
+    assert any(isinstance(plan.launch, repeated.RepeatedLayer) for plan in PLANS._plans.values())
 
 
 def test_memory_is_freed_at_its_last_use(native):
-    prepared_layer()
-    (layer,) = (plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, prepared.Layer))
+    repeated_layer()
+    (layer,) = (plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, repeated.RepeatedLayer))
     (backward,) = layer.backward.values()
     lines = [line.strip() for line in backward.source.splitlines()]
     made = {name for line in lines if " = k" in line for name in re.findall(r"v\d+", line.split(" = ")[0])}
@@ -415,11 +415,11 @@ def test_threads_share_programs(native, passes_run, monkeypatch):
 
 
 def test_the_backward_passes_of_a_layer_are_bounded(native, monkeypatch):
-    monkeypatch.setattr(prepared, "MAX_BACKWARD", 2)
-    layer = prepared_layer()
+    monkeypatch.setattr(repeated, "MAX_BACKWARD", 2)
+    layer = repeated_layer()
     x = torch.randn(ROWS, IN).bfloat16().requires_grad_()
     for i in range(5):
         g = torch.randn(ROWS * OUT + i).bfloat16()[i:].view(ROWS, OUT)
         layer(x).backward(g)
-    (found,) = (plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, prepared.Layer))
+    (found,) = (plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, repeated.RepeatedLayer))
     assert 1 <= len(found.backward) <= 2

@@ -31,7 +31,7 @@ def moved_arguments(steps: Sequence[KernelCall], bases: Sequence[int]) -> list[t
     ]
 
 
-class PreparedLaunches:
+class PackedLaunches:
     """Launches one after the other on one device, whose arguments differ from call to call in some addresses only.
 
     ``bases``: the values that these addresses are relative to in the arguments of ``steps``.
@@ -45,13 +45,13 @@ class PreparedLaunches:
             kernel, *_, arguments = steps[step]
             places = maps if isinstance(arguments[at], TensorMap) else moved
             places[step].append((kernel.offset_of(at), base, above))
-        prepared, owners = [], []
+        packed, owners = [], []
         for i, (kernel, grid, memory, arguments) in enumerate(steps):
             given = [a._replace(address=0) if isinstance(a, TensorMap) else a for a in arguments]  # moved before use
-            launch, attributes = kernel.prepared(*grid, memory, given)
-            prepared.append(launch._replace(moved=tuple(moved[i]), maps=tuple(maps[i])))
+            packed_step, attributes = kernel.step(*grid, memory, given)
+            packed.append(packed_step._replace(moved=tuple(moved[i]), maps=tuple(maps[i])))
             owners.append((kernel, attributes))
-        run = host_calls.launches(len(bases), prepared, owners)
+        run = host_calls.launches(len(bases), packed, owners)
         assert run is not None, "more addresses than host_calls.py allows"
         self._run = run
 

@@ -1,6 +1,7 @@
-"""Repeated products: all launches of one x by one or several weights, prepared once for activations of one layout.
+"""The launch of a Plan of small-M products: one x by one or several weights, all arguments packed once.
 
-A later call costs an allocation of each result, one of the scratch memory if there is any, and the launches.
+A later call with activations of the same layout costs an allocation of each result, one of the scratch
+memory if there is any, and the launches.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from ...numerics.cast import Cast
 from ...numerics.formats import Format
 from ..runtime import triton_launch
-from ..runtime.prepared_launches import WINDOW, PreparedLaunches
+from ..runtime.packed_launches import WINDOW, PackedLaunches
 from .config import MOST_WEIGHTS
 from .heuristics import BY_WARPS
 from .launch import Weight, resolved_for, steps_of
@@ -43,7 +44,7 @@ class Launch:
     """The launches of the product with one weight. Stores addresses and no tensor."""
 
     def __init__(
-        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, scratch_bytes: int, launches: PreparedLaunches
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, scratch_bytes: int, launches: PackedLaunches
     ) -> None:
         self.shapes, self.dtype, self.scratch_bytes, self.launches = shapes, dtype, scratch_bytes, launches
         self.shape = shapes[0]
@@ -80,7 +81,7 @@ class GroupedLaunch(Launch):
         return out
 
 
-def prepare_launch(
+def make_launch(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, cast: Cast | None, alpha: float = 1.0,
     beta: float = 1.0, out_dtype: torch.dtype | None = None, ends: Tensor | None = None, kind: type[Launch] = Launch,
 ) -> Launch | None:  # fmt: skip
@@ -99,12 +100,12 @@ def prepare_launch(
         groups = 0 if ends is None else weights[0].data.shape[0]
         resolved = resolved_for(rows, weights, format, cols, groups, dtype, cast, None)
         config, blocks = resolved.config, resolved.blocks
-        scratch = scratch_of(config, *rows.shape, cast, blocks) if config.prepares else None
+        scratch = scratch_of(config, *rows.shape, cast, blocks) if config.converts else None
         given: Any = _At(rows, X | rows.data_ptr() & 15)
         results: list[Any] = [_At(rows, RESULTS + i * WINDOW) for i in range(len(weights))]
         at_ends: Any = None if ends is None else _At(ends, ENDS)
         steps = steps_of(given, weights, results, format, cast, resolved, scratch, SCRATCH, alpha, beta, at_ends)
         bases = (given.address, SCRATCH, *(y.address for y in results), *(() if ends is None else (ENDS,)))
-        launches = PreparedLaunches(x.device, steps, bases)
+        launches = PackedLaunches(x.device, steps, bases)
     shapes = [(*x.shape[:-1], w.data.shape[-2]) for w in weights]
     return kind(shapes, dtype, 0 if scratch is None else scratch.bytes, launches)

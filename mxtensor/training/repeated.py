@@ -1,4 +1,4 @@
-"""Prepared layers: repeated calls of a linear layer run the program of an earlier call of the same kind.
+"""Repeated layers: later calls of a linear layer run the program of an earlier call of the same kind.
 
 ``passes.py`` decides, checks and casts in general. What it does to tensors is recorded (``core/recording.py``) for each
 kind of call: recipe, shapes, strides, dtypes, devices, alignment, and which gradients are needed. A later call costs
@@ -34,7 +34,7 @@ MAX_BACKWARD = 64
 """Backward passes that a layer holds: one for each layout and alignment of its gradients and saved tensors."""
 
 
-class Layer:
+class RepeatedLayer:
     """A kind of call: its forward pass, and its backward passes by the kind of their gradients. Holds no tensor."""
 
     __slots__ = ("backward", "calls", "forward", "operands", "whole")
@@ -59,7 +59,7 @@ def _is_general(*tensors: Tensor | None) -> bool:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None, needs: tuple[bool, ...],
     cached: WeightOperands | None = None, ends: Tensor | None = None,
-) -> tuple[Tensor, Sequence[Tensor], SavedOperands, Layer | None]:  # fmt: skip
+) -> tuple[Tensor, Sequence[Tensor], SavedOperands, RepeatedLayer | None]:  # fmt: skip
     """``passes.forward`` of a high-precision weight, and the layer for ``backward``; None if there is none. ``cached``:
     the operands of the weight, from an earlier call. ``ends``: of the groups of rows that a stack multiplies."""
 
@@ -81,9 +81,9 @@ def forward(
     plan = PLANS.get(key)
     if plan is None:
         spec = Spec("linear", (tuple(x.shape), tuple(w.shape)), (x.dtype, w.dtype), x.dtype, x.device)
-        plan = Plan(spec, None, {}, Layer(), (recipe,))  # type: ignore[arg-type]
+        plan = Plan(spec, None, {}, RepeatedLayer(), (recipe,))  # type: ignore[arg-type]
         PLANS.put(key, plan)
-    layer: Layer = plan.launch  # type: ignore[assignment]
+    layer: RepeatedLayer = plan.launch  # type: ignore[assignment]
     inputs = x, w, bias, amax, record, ends, *(() if cached is None else cached.tensors)
     program = layer.forward
     if program is None:
@@ -109,7 +109,7 @@ def _flat(out: tuple[Tensor, list[Tensor], SavedOperands], weight: Tensor) -> li
 
 def backward(
     grad: Tensor, tensors: Sequence[Tensor], operands: SavedOperands, inputs: Inputs, options: Options,
-    scales: Scales | None, layer: Layer | None, ends: Tensor | None = None,
+    scales: Scales | None, layer: RepeatedLayer | None, ends: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """``passes.backward``."""
 

@@ -1,4 +1,4 @@
-"""Prepared launches: which arguments move with the addresses of a call, tensor maps too."""
+"""Packed launches: which arguments move with the addresses of a call, tensor maps too."""
 
 import struct
 
@@ -7,7 +7,7 @@ import torch
 
 from mxtensor.core import compat
 from mxtensor.kernels.runtime import host_calls, nvrtc
-from mxtensor.kernels.runtime.prepared_launches import PreparedLaunches, moved_arguments
+from mxtensor.kernels.runtime.packed_launches import PackedLaunches, moved_arguments
 from mxtensor.kernels.runtime.tensor_map import ALIGNMENT, BYTES, TensorMap
 from tests.kernels.runtime.test_host_calls import Driver
 
@@ -19,7 +19,7 @@ LAYOUT = struct.Struct("128s3Q40x")
 class Kernel:
     """A kernel of a map and three integers."""
 
-    def prepared(self, x, y, memory, arguments):
+    def step(self, x, y, memory, arguments):
         block = bytearray(LAYOUT.size)
         nvrtc.pack(LAYOUT, block, arguments)
         return host_calls.Step(5, x, y, 1, 128, memory, 0, 0, bytes(block), (BYTES, 0, BYTES + 8, BYTES + 16), ()), None
@@ -51,7 +51,7 @@ def test_offsets_count_a_map_as_one_argument():
 
 
 def test_each_call_launches_with_its_own_addresses(driver):
-    launches = PreparedLaunches(torch.device("cuda", 0), [(Kernel(), (3, 2), 64, [MAP, 9, OUT + 8, X])], (X, OUT))
+    launches = PackedLaunches(torch.device("cuda", 0), [(Kernel(), (3, 2), 64, [MAP, 9, OUT + 8, X])], (X, OUT))
     for x, out in ((1024, 4096), (1 << 46, 1 << 45)):
         driver.launched.clear(), driver.replaced.clear()
         launches((x, out))
