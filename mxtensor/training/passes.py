@@ -34,7 +34,7 @@ from ..kernels.quantize.select_pair import cast_columns_later
 from ..numerics.groups import Groups
 from ..numerics.operand import Operand
 from ..recipe.kernel_preference import KernelPreference
-from ..recipe.linear_recipe import LinearRecipe
+from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from ..tensor.mxtensor import MXTensor
 from .operands import (
     GRAD,
@@ -81,18 +81,44 @@ class Options:
 # ---------------------------------------------------------------------------------------------- casts and products
 
 
-def _want(
-    op: str, a: GemmOperand, b: GemmOperand, dtype: torch.dtype, prefer: str | None, groups: Groups | None,
-    own_scales: bool = False,
-) -> Want:  # fmt: skip
-    """The form in which the kernel that will run this product wants operands that are cast for it."""
-    if own_scales:
-        return torch.float32
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return dtype
-    if groups is not None:
-        return grouped_wanted_form(op, a, b, groups, GemmArgs(dtype), prefer)
-    return wanted_form(op, a, b, GemmArgs(dtype), prefer)
+class Products(NamedTuple):
+    """The three products of one layer: what decides how they run, beside their operands."""
+
+    options: Options
+    dtype: torch.dtype
+    """of the results"""
+    groups: Groups | None
+    """of the rows, if a stack of weights multiplies groups"""
+    own_scales: bool
+    """whether each matrix of a stack, or each group, has the scale of a whole tensor for itself"""
+
+    @classmethod
+    def of(cls, options: Options, x: Tensor, weight: Tensor, groups: Groups | None) -> Products:
+        """The products of a layer with this input and weight."""
+        own_scales = weight.dim() > 2 and options.linear_recipe.has_tensor_scales
+        return cls(options, options.dtype or x.dtype, groups, own_scales)
+
+    def want(self, op: str, a: GemmOperand, b: GemmOperand) -> Want:
+        """The form in which the kernel that will run this product wants operands that are cast for it."""
+        dtype, prefer = self.dtype, self.options.prefer
+        if self.own_scales:
+            return torch.float32
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return dtype
+        if self.groups is not None:
+            return grouped_wanted_form(op, a, b, self.groups, GemmArgs(dtype), prefer)
+        return wanted_form(op, a, b, GemmArgs(dtype), prefer)
+
+    def copies(self, x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: Any) -> list[GemmOperand | None]:
+        """The copies of an input or a gradient for two products, in these forms."""
+        return copies_of(x, casts, wants, scales, self.groups, self.own_scales)
+
+    def run(
+        self, op: str, a: GemmOperand | None, b: GemmOperand | None, bias: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``a @ b^T + bias``, in ``dtype`` if it is given."""
+        return product(op, a, b, dtype or self.dtype, bias, self.options.prefer, self.groups)
 
 
 def product(
@@ -160,111 +186,113 @@ class Inputs(NamedTuple):
     """Whether the weight is a stack."""
 
 
+class Wants(NamedTuple):
+    """The forms in which the products of a layer want the operands that its forward pass casts."""
+
+    fprop: Want
+    dgrad: Want
+    """None: the input needs no gradient"""
+    saved: Want
+    """Of the columnwise copy of the input, which is saved for wgrad. None: there is no such copy"""
+
+
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None,
     cached: tuple[Operand | None, Operand | None] | None, needs: tuple[bool, ...], groups: Groups | None = None,
 ) -> tuple[Tensor, list[Tensor], SavedOperands]:  # fmt: skip
     """The result, the tensors to save for the backward pass, and how to read them. ``needs``: whether x, weight and
-    bias need a gradient."""
-    linear_recipe, prefer, rows = options.linear_recipe, options.prefer, as_matrix(x) if weight.dim() == 2 else x
-    dtype = options.dtype or x.dtype
+    bias need a gradient. ``cached``: both operands of the weight, which a quantized one has; None: cast it."""
+    rows, products = _rows_for(x, weight), Products.of(options, x, weight, groups)
     need_dx, need_dw, _ = needs
-    own_scales = weight.dim() > 2 and linear_recipe.has_tensor_scales
-    w = values_of(weight)  # a quantized weight has ``cached`` operands instead
-    grad_like = of_shape((*rows.shape[:-1], weight.shape[-2]), dtype, rows)
-    if cached is None:
-        w_row_like, w_col_like = _standing_for_both(w, linear_recipe, need_dx)
-    else:
-        w_row_like = cached[0]  # type: ignore[assignment]
-        w_col_like = dgrad_weight(weight, linear_recipe, rows, cached[1]) if need_dx else None
-    weight_like = w_row_like, w_col_like
-    fprop_want, dgrad_want = _weight_wants(rows, grad_like, *weight_like, options, dtype, groups, own_scales)
-    saves = need_dw and not (options.save_input or own_scales)
-    wants = fprop_want, _saved_want(rows, grad_like, options, dtype, groups) if saves else None
-    x_row, x_col = copies_of(rows, linear_recipe.input, wants, scales_of(scales, INPUT), groups, own_scales)
+    sides = _weight_sides(rows, weight, options.linear_recipe, cached, need_dx)
+    wants = _wants(products, rows, weight, sides, need_dw and not options.save_input)
+    x_wants = wants.fprop, wants.saved
+    x_row, x_col = products.copies(rows, options.linear_recipe.input, x_wants, scales_of(scales, INPUT))
     w_row: GemmOperand | None
     w_col: GemmOperand | None
     if cached is not None:
         w_row, w_col, w_extremes = *cached, None
     else:
-        wants = fprop_want, dgrad_want
-        w_row, w_col, w_extremes = _weight_operands(w, linear_recipe, wants, scales_of(scales, WEIGHT), own_scales)
-    y = product("fprop", x_row, w_row, dtype, bias, prefer, groups)
+        w_row, w_col, w_extremes = _weight_operands(values_of(weight), products, wants, scales_of(scales, WEIGHT))
+    y = products.run("fprop", x_row, w_row, bias)
     x_saved, x_tensors = saved(x_col if x_col is not None else x if need_dw else None)
     # A quantized weight is saved whole, like any parameter: torch sees that it was written before the backward pass.
-    w_saved, w_tensors = saved(weight if w_col is None or isinstance(w, MXTensor) else w_col)
+    whole = w_col is None or isinstance(values_of(weight), MXTensor)
+    w_saved, w_tensors = saved(weight if whole else w_col)
     # As in torch's own linear layer: FSDP2 warns of modules whose result is a view.
     y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[-2]))
     extremes = [] if w_extremes is None else [w_extremes]  # the weight is the last
-    return y, [*x_tensors, *extremes, *w_tensors], SavedOperands(x_saved, w_saved, dgrad_want, bool(extremes))
-
-
-def _saved_want(rows: Tensor, grad_like: Tensor, options: Options, dtype: torch.dtype, groups: Groups | None) -> Want:
-    """The form in which the columnwise copy of the input is saved for wgrad; None if the recipe has no such copy."""
-    linear_recipe = options.linear_recipe
-    if linear_recipe.input.columnwise is None:
-        return None
-    g_like = standing_for(_columns_like(grad_like, groups), linear_recipe.grad.columnwise)
-    x_like = standing_for(_columns_like(rows, groups), linear_recipe.input.columnwise)
-    want = _want("wgrad", g_like, x_like, dtype, options.prefer, groups)
-    return Form.ROWS if want is Form.ROWS else Form.CODES
-
-
-def _weight_operands(
-    w: Tensor, linear_recipe: LinearRecipe, wants: tuple[Want, Want], scales: Any, own_scales: bool
-) -> tuple[GemmOperand | None, GemmOperand | None, Tensor | None]:
-    """(operand of fprop, operand of dgrad to save, what the later cast for dgrad needs of the columns).
-
-    Most weights are cast again for dgrad, whose operand would take half of the memory of the weight until then: a third
-    of a cast more, which is little beside the products. A scale of the whole tensor would need its amax again.
-    """
-    column = linear_recipe.weight.columnwise
-    saves = wants[1] in SAVED and column is not None and column.format.has_tensor_scale
-    made = None if saves or own_scales else rows_first(w, linear_recipe.weight, wants)
-    if made is not None:
-        return made[0], None, made[1]
-    wants = wants if saves else (wants[0], None)
-    w_row, w_col = copies_of(w, linear_recipe.weight, wants, scales, None, own_scales)
-    return w_row, w_col, None
+    return y, [*x_tensors, *extremes, *w_tensors], SavedOperands(x_saved, w_saved, wants.dgrad, bool(extremes))
 
 
 def cast_weight(
     x: Tensor, weight: Tensor, options: Options, need_dx: bool, groups: Groups | None = None
 ) -> list[GemmOperand | None]:
     """Both operands of a weight for a layer with this input, in the forms that its products take."""
-    rows, w, dtype = as_matrix(x) if weight.dim() == 2 else x, values_of(weight), options.dtype or x.dtype
-    grad_like = of_shape((*rows.shape[:-1], weight.shape[-2]), dtype, rows)
-    sides = _standing_for_both(w, options.linear_recipe, need_dx)
-    return copies(w, options.linear_recipe.weight, _weight_wants(rows, grad_like, *sides, options, dtype, groups), ())
+    rows, products = _rows_for(x, weight), Products.of(options, x, weight, groups)
+    sides = _weight_sides(rows, weight, options.linear_recipe, None, need_dx)
+    wants = _wants(products, rows, weight, sides, False)
+    return copies(values_of(weight), options.linear_recipe.weight, (wants.fprop, wants.dgrad), ())
 
 
-def _standing_for_both(w: Tensor, linear_recipe: LinearRecipe, need_dx: bool) -> tuple[GemmOperand, GemmOperand | None]:
-    """The operands of a weight in fprop and, if needed, in dgrad, before their casts."""
-    casts = linear_recipe.weight
+def _rows_for(x: Tensor, weight: Tensor) -> Tensor:
+    """The input as a matrix, unless the weight is a stack."""
+    return as_matrix(x) if weight.dim() == 2 else x
+
+
+def _weight_sides(
+    rows: Tensor, weight: Tensor, linear_recipe: LinearRecipe,
+    cached: tuple[Operand | None, Operand | None] | None, need_dx: bool,
+) -> tuple[GemmOperand, GemmOperand | None]:  # fmt: skip
+    """What stands for the operands of a weight in fprop and, if needed, in dgrad, before their casts."""
+    if cached is not None:
+        return cached[0], dgrad_weight(weight, linear_recipe, rows, cached[1]) if need_dx else None  # type: ignore[return-value]
+    w, casts = values_of(weight), linear_recipe.weight
     return standing_for(w, casts.rowwise), standing_for(w.mT, casts.columnwise) if need_dx else None
 
 
-def _weight_wants(
-    rows: Tensor, grad_like: Tensor, w_row_like: GemmOperand, w_col_like: GemmOperand | None, options: Options,
-    dtype: torch.dtype, groups: Groups | None = None, own_scales: bool = False,
-) -> tuple[Want, Want]:  # fmt: skip
-    """The forms in which fprop and dgrad want their operands; None for dgrad without ``w_col_like``."""
-    linear_recipe, rest = options.linear_recipe, (dtype, options.prefer, groups, own_scales)
-    want = _want("fprop", standing_for(rows, linear_recipe.input.rowwise), w_row_like, *rest)
-    if w_col_like is None:
-        return want, None
-    return want, _want("dgrad", standing_for(grad_like, linear_recipe.grad.rowwise), w_col_like, *rest)
+def _wants(
+    products: Products, rows: Tensor, weight: Tensor, sides: tuple[GemmOperand, GemmOperand | None], saves: bool
+) -> Wants:
+    """The forms for a weight with these ``sides``; ``saves``: whether wgrad gets the input from the forward pass."""
+    (w_row, w_col), of_x, of_grad = sides, products.options.linear_recipe.input, products.options.linear_recipe.grad
+    grad = of_shape((*rows.shape[:-1], weight.shape[-2]), products.dtype, rows)
+    fprop = products.want("fprop", standing_for(rows, of_x.rowwise), w_row)
+    dgrad = None if w_col is None else products.want("dgrad", standing_for(grad, of_grad.rowwise), w_col)
+    if not saves or products.own_scales or of_x.columnwise is None:
+        return Wants(fprop, dgrad, None)
+    g_like = standing_for(_columns_like(grad, products.groups), of_grad.columnwise)
+    wgrad = products.want("wgrad", g_like, standing_for(_columns_like(rows, products.groups), of_x.columnwise))
+    return Wants(fprop, dgrad, Form.ROWS if wgrad is Form.ROWS else Form.CODES)
+
+
+def _weight_operands(
+    w: Tensor, products: Products, wants: Wants, scales: Any
+) -> tuple[GemmOperand | None, GemmOperand | None, Tensor | None]:
+    """(operand of fprop, operand of dgrad to save, what the later cast for dgrad needs of the columns).
+
+    Most weights are cast again for dgrad, whose operand would take half of the memory of the weight until then: a third
+    of a cast more, which is little beside the products. A scale of the whole tensor would need its amax again.
+    """
+    casts, own_scales = products.options.linear_recipe.weight, products.own_scales
+    saves = wants.dgrad in SAVED and casts.columnwise is not None and casts.columnwise.format.has_tensor_scale
+    made = None if saves or own_scales else rows_first(w, casts, (wants.fprop, wants.dgrad))
+    if made is not None:
+        return made[0], None, made[1]
+    w_row, w_col = copies_of(w, casts, (wants.fprop, wants.dgrad if saves else None), scales, None, own_scales)
+    return w_row, w_col, None
 
 
 def _weight_for_dgrad(
-    weight: Tensor, linear_recipe: LinearRecipe, extremes: Tensor | None, want: Want, scales: Any, own_scales: bool
+    weight: Tensor, products: Products, extremes: Tensor | None, want: Want, scales: Any
 ) -> GemmOperand | None:
     """The operand of dgrad from a weight that was saved as it is; ``extremes``: what ``_weight_operands`` gave."""
+    linear_recipe = products.options.linear_recipe
     if extremes is not None:
         assert linear_recipe.weight.columnwise is not None
         return cast_columns_later(values_of(weight), linear_recipe.weight.columnwise, extremes)
     if weight.dim() > 2:
-        return copies_of(values_of(weight), linear_recipe.weight, (None, want), scales, None, own_scales)[1]
+        return copies_of(values_of(weight), linear_recipe.weight, (None, want), scales, None, products.own_scales)[1]
     return transposed(weight, linear_recipe, want, scales)
 
 
@@ -279,14 +307,14 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of x, weight and bias; ``tensors`` are those that ``forward`` gave to save."""
     x_saved, w_saved, dgrad_want, has_extremes = operands
-    linear_recipe, prefer, tensors = options.linear_recipe, options.prefer, iter(tensors)
+    linear_recipe, tensors = options.linear_recipe, iter(tensors)
     need_dx, need_dw, need_db = inputs.needs
     x_dtype, w_dtype, bias_dtype, dtype = inputs.dtypes
+    products = Products(options, dtype, groups, inputs.stacked and linear_recipe.has_tensor_scales)
     dx = dw = db = None
     x_col = x_saved.gemm_operand(tensors)
     w_extremes = next(tensors) if has_extremes else None
     weight = w_saved.gemm_operand(tensors)
-    own_scales = inputs.stacked and linear_recipe.has_tensor_scales
     g = grad if inputs.stacked else as_matrix(grad)
     wgrad_want: Want = None
     if need_dw:
@@ -294,24 +322,21 @@ def backward(
             rows = x_col if inputs.stacked else as_matrix(x_col)
             x_col = standing_for(_columns_like(rows, groups), linear_recipe.input.columnwise)
         g_like = standing_for(_columns_like(g, groups), linear_recipe.grad.columnwise)
-        wgrad_want = _want("wgrad", g_like, x_col, dtype, prefer, groups, own_scales)
-    wants = dgrad_want, wgrad_want
-    g_row, g_col = copies_of(g, linear_recipe.grad, wants, scales_of(scales, GRAD), groups, own_scales)
+        wgrad_want = products.want("wgrad", g_like, x_col)
+    g_row, g_col = products.copies(g, linear_recipe.grad, (dgrad_want, wgrad_want), scales_of(scales, GRAD))
     if need_dx:
         w_col = weight
         if w_saved.format is None:
-            given = dgrad_want, scales_of(scales, WEIGHT), own_scales
-            w_col = _weight_for_dgrad(weight, linear_recipe, w_extremes, *given)
-        dx = product("dgrad", g_row, w_col, dtype, None, prefer, groups).to(x_dtype).view(inputs.shape)
+            w_col = _weight_for_dgrad(weight, products, w_extremes, dgrad_want, scales_of(scales, WEIGHT))
+        dx = products.run("dgrad", g_row, w_col).to(x_dtype).view(inputs.shape)
         del g_row, w_col
     if need_dw:
         if x_saved.format is None:
-            wants = (None, wgrad_want)
-            x_col = copies_of(rows, linear_recipe.input, wants, scales_of(scales, INPUT), groups, own_scales)[1]
+            x_col = products.copies(rows, linear_recipe.input, (None, wgrad_want), scales_of(scales, INPUT))[1]
 
         def wgrad(result: torch.dtype) -> Tensor:
-            as_asked = result is dtype or _runs_fast(g_col, x_col, result, prefer)
-            return product("wgrad", g_col, x_col, result if as_asked else dtype, None, prefer, groups).to(result)
+            as_asked = result is dtype or _runs_fast(g_col, x_col, result, options.prefer)
+            return products.run("wgrad", g_col, x_col, dtype=result if as_asked else dtype).to(result)
 
         dw = wgrad(dtype).to(w_dtype) if options.on_wgrad is None else options.on_wgrad(wgrad)
     if need_db:

@@ -39,6 +39,21 @@ KINDS = ("pipelined", "wgmma", "persistent")
 """Kinds of kernels; ``cuda/{kind}.cu`` holds the kernel of that name."""
 
 
+class Needs(NamedTuple):
+    """What decides which configs can run a product."""
+
+    rows: int
+    """of activations"""
+    groups: int
+    """of rows; 0: none"""
+    wgmma: bool
+    """whether a wgmma kernel reads this weight: ``can_use_wgmma``"""
+    direct: bool
+    """whether one reads these activations as they are: ``direct.can_be_direct``"""
+    amax_of_all: bool
+    """whether the cast of the activations needs the largest magnitude of all rows"""
+
+
 class LaunchConfig(NamedTuple):
     """How a block of threads divides its work.
 
@@ -89,6 +104,19 @@ class LaunchConfig(NamedTuple):
     def converts(self) -> bool:
         """Whether another kernel converts the activations before."""
         return not (self.whole_x or self.direct)
+
+    def can_run(self, product: Needs) -> bool:
+        """Whether a kernel of this config exists and computes such a product."""
+        if self.reduce_dsmem and (not self.wgmma or self.reduce_global or self.split < 2 or self.cols % self.split):
+            return False
+        if self.direct and not (self.wgmma and product.direct and not self.reduce_global):
+            return False
+        if self.wgmma:
+            return product.wgmma and not self.whole_x
+        if self.reduce_global or (self.persistent and product.groups):
+            return False
+        # The kernel finds the largest magnitude of its own rows only.
+        return not (self.whole_x and product.amax_of_all) or not (product.groups or product.rows > self.cols)
 
     @property
     def threads(self) -> int:

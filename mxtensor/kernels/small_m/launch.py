@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -25,7 +25,17 @@ from ..runtime import nvrtc, tensor_map, triton_launch
 from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants, copy_size
 from ..runtime.packed_launches import KernelCall
 from ..runtime.tensor_map import Argument
-from .config import MOST_WEIGHTS, Facts, LaunchConfig, can_use_wgmma, classes_of, constants, facts_for, has_whole_chunks
+from .config import (
+    MOST_WEIGHTS,
+    Facts,
+    LaunchConfig,
+    Needs,
+    can_use_wgmma,
+    classes_of,
+    constants,
+    facts_for,
+    has_whole_chunks,
+)
 from .direct import can_be_direct, map_of_tiles
 from .heuristics import BY_WARPS, choose_config, gpu_of, groups_with_rows
 from .scratch import ACTIVATION_THREADS, Scratch, scratch_of
@@ -99,26 +109,10 @@ def choose(
     """
     (rows, cols, groups), width, weights = sizes, sum(widths), 1 if len(widths) == 1 else MOST_WEIGHTS
     copies = copy_size(alignment[0]), copy_size(alignment[1]), copy_size(alignment[2], 2 * cols)
-    gpu, wgmma = gpu_of(device), can_use_wgmma(format, cols, groups, alignment)
+    gpu, amax_of_all = gpu_of(device), cast is not None and bool(cast.format.global_scale)
     direct = can_be_direct(format, types[0], copies[2], cast)
-
-    def possible(config: LaunchConfig) -> bool:
-        if config.reduce_dsmem and (
-            not config.wgmma or config.reduce_global or config.split < 2 or config.cols % config.split
-        ):
-            return False
-        if config.direct and (not config.wgmma or config.reduce_global or not direct):
-            return False
-        if not config.wgmma:
-            # The kernel finds the largest magnitude of its own rows only.
-            needs_all_rows = config.whole_x and cast is not None and cast.format.global_scale
-            return not (
-                config.reduce_global
-                or (config.persistent and groups)
-                or (needs_all_rows and (groups or rows > config.cols))
-            )
-        return wgmma and not config.whole_x
-
+    needs = Needs(rows, groups, can_use_wgmma(format, cols, groups, alignment), direct, amax_of_all)
+    possible = partial(LaunchConfig.can_run, product=needs)
     busy, each = (1, rows) if groups == 0 else groups_with_rows(rows, groups)
     config = given or choose_config(device, format, each, busy * width, cols, rows, possible, cast is not None)
     tiles = [-(-n // config.rows) for n in widths] + [0] * (weights - len(widths))
