@@ -1,8 +1,8 @@
 """Linear layers of few rows on CPU beside float32, bfloat16 and torchao's int8: ``python -m benchmarks.cpu_linear``.
 
 The weights of a layer are rotated: there are so many copies that none is in the cache when it is used, as in a
-model that generates text. Contenders take turns, and a row is the median of the rounds. Bandwidth is what a sum over a
-large tensor reads on the same threads. Prints the worst row first.
+model that generates text. Contenders take turns, and a row is the median of the rounds. The bandwidth of memory is
+measured on the same threads (``benchmarks/bandwidth.py``). Prints the worst row first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 import mxtensor as mx
 
-from .harness import Prepare, Row, Work, machine, parser, print_table, side_by_side, timed, write_json
+from .bandwidth import bandwidth
+from .harness import Prepare, Row, Work, machine, parser, print_table, timed, write_json
 
 SHAPES = {
     "SmolLM2-135M": ((576, 576), (192, 576), (1536, 576), (576, 1536)),
@@ -86,13 +87,6 @@ def torchao_int8(n: int, k: int, rows: int) -> Prepare:
         return lambda: next(following)(x)
 
     return prepare
-
-
-def bandwidth(repeats: int) -> float:
-    """GB/s that this machine reads with the current number of threads: the fastest sum over 256 MiB."""
-    x = torch.ones(1 << 26)
-    row = side_by_side("bandwidth", {"sum": lambda: lambda: x.sum()}, x.nbytes, repeats)
-    return row.gbps("sum")
 
 
 def measured(model: str, n: int, k: int, rows: int, configs: list[str], repeats: int) -> LayerRow:

@@ -162,36 +162,34 @@ def lines_of_sets(rows: Sequence[Row], sets: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Time all products and print the worst ones."""
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser, repeats=40)
-    add = parser.add_argument
+    add, tile_rows = parser.add_argument, cpu_library.TILE_ROWS
     add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="names of formats")
     add("--dtypes", nargs="+", default=tuple(DTYPES), choices=DTYPES, help="of activations")
     add("--rows", nargs="+", type=int, default=ROWS, help="numbers of rows")
     add("--shapes", nargs="+", default=[f"{n}x{k}" for n, k in SHAPES], metavar="NxK", help="of weights")
-    add(
-        "--instructions",
-        nargs="+",
-        default=(),
-        metavar="SET",
-        help="times these beside each other: amx avx512 avx2 plain",
-    )
-    add(
-        "--tile-rows", nargs=2, type=int, default=cpu_library.TILE_ROWS, help="least and most rows in tiles %(default)s"
-    )
+    add("--instructions", nargs="+", default=(), metavar="SET", help="timed beside each other: amx avx512 avx2 plain")
+    add("--tile-rows", nargs=2, type=int, default=tile_rows, help="least and most rows in tiles %(default)s")
     add("--casts", action="store_true", help="activations are quantized too")
     add("--threads", type=int, default=torch.get_num_threads(), help="of torch (%(default)s)")
     add("--show", type=int, default=20, help="rows to print (%(default)s)")
     args = parser.parse_args(argv)
-    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
+    args.shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
     lacking = [name for name in args.instructions if name not in cpu_library.usable_instructions()]
     if lacking:
         parser.error(f"this processor does not run {', '.join(lacking)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time all products and print the worst ones."""
+    args = parsed(argv)
     cpu_library.TILE_ROWS = tuple(args.tile_rows)
     torch.set_num_threads(args.threads)
-    work = list(product(shapes, args.formats, args.rows, args.dtypes))
+    work = list(product(args.shapes, args.formats, args.rows, args.dtypes))
     rows, progress = [], Progress(len(work), "product")
     with torch.no_grad():
         for (n, k), format, count, dtype in work:

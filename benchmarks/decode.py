@@ -86,35 +86,41 @@ def quantized(config: str, n: int, k: int) -> list[nn.Module]:
 
 def rows_of(n: int, k: int, rows: Sequence[int], configs: Sequence[str], args: Any) -> list[DecodeRow]:
     """Every config at every number of rows of one shape, in turn with bfloat16."""
-    plain = dense(n, k)
     operands = {config: quantized(config, n, k) for config in configs}
-    found = []
-    for m in rows:
-        x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-        row = DecodeRow(f"{m}x{n}x{k}", {}, n * k, m=m, n=n, k=k)
-        contenders: dict[str, Prepare] = {BASE: lambda x=x: Graph([lambda w=w: F.linear(x, w) for w in plain])}  # type: ignore[misc]
-        contenders |= {config: ours(row, config, layers, x) for config, layers in operands.items()}
-        timed(row, contenders, args.repeats, clock=graph_clock)
-        figures = ", ".join(f"{config} {row.speedup(config):.2f}x" for config in configs)
-        print(f"{row.work}: {row.times.get(BASE, float('nan')) * 1e3:.1f} us, {figures}", flush=True)
-        found.append(row)
-    return found
+
+    def contenders(row: DecodeRow, x: Tensor, plain: list[Tensor]) -> dict[str, Prepare]:
+        return {config: ours(row, config, layers, x) for config, layers in operands.items()}
+
+    return beside_base(n, k, rows, "", contenders, args)
 
 
 def peer_rows(rows: Sequence[int], args: Any, deadline: Deadline) -> list[DecodeRow]:
     """gemlite and torchao at one shape, while there is time."""
-    n, k = PEER_SHAPE
+
+    def contenders(row: DecodeRow, x: Tensor, plain: list[Tensor]) -> dict[str, Prepare]:
+        return {
+            name: deadline.guard(lambda make=make: Graph(make(plain, x)))  # type: ignore[misc]
+            for name, make in peers.DECODE.items()
+        }
+
+    return beside_base(*PEER_SHAPE, rows, ", peers", contenders, args)
+
+
+Contenders = Callable[[DecodeRow, Tensor, list[Tensor]], dict[str, Prepare]]
+"""(the row, activations, bfloat16 weights) -> what is timed beside bfloat16."""
+
+
+def beside_base(n: int, k: int, rows: Sequence[int], what: str, make: Contenders, args: Any) -> list[DecodeRow]:
+    """The contenders of ``make`` at every number of rows of one shape, in turn with bfloat16; ``what``: of the rows."""
     plain = dense(n, k)
     found = []
     for m in rows:
         x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-        row = DecodeRow(f"{m}x{n}x{k}, peers", {}, n * k, m=m, n=n, k=k)
+        row = DecodeRow(f"{m}x{n}x{k}{what}", {}, n * k, m=m, n=n, k=k)
         contenders: dict[str, Prepare] = {BASE: lambda x=x: Graph([lambda w=w: F.linear(x, w) for w in plain])}  # type: ignore[misc]
-        for name, make in peers.DECODE.items():
-            contenders[name] = deadline.guard(lambda make=make, x=x: Graph(make(plain, x)))  # type: ignore[misc]
-        timed(row, contenders, args.repeats, clock=graph_clock)
-        figures = ", ".join(f"{name} {row.speedup(name):.2f}x" for name in peers.DECODE)
-        print(f"{row.work}: {figures}", flush=True)
+        timed(row, contenders | (others := make(row, x, plain)), args.repeats, clock=graph_clock)
+        figures = ", ".join(f"{name} {row.speedup(name):.2f}x" for name in others)
+        print(f"{row.work}: {row.times.get(BASE, float('nan')) * 1e3:.1f} us, {figures}", flush=True)
         found.append(row)
     return found
 

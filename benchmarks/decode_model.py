@@ -24,6 +24,7 @@ import mxtensor as mx
 
 from .cuda import Target, gpu_arguments, machine_line, print_verdicts
 from .harness import Row, print_table, write_json
+from .llama import llama
 
 BASE = "bfloat16"
 Figures = Callable[[Sequence["ModelRow"]], Iterable[tuple[str, float]]]
@@ -53,16 +54,9 @@ def linears(model: nn.Module) -> list[nn.Linear]:
 
 
 def build(**changes: Any) -> nn.Module:
-    """The model with random weights, in bfloat16 on the default device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model: nn.Module = LlamaForCausalLM(LlamaConfig(**{**LLAMA_3_8B, **changes}))
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval()
+    """The model, with random weights."""
+    model: nn.Module = llama(**{**LLAMA_3_8B, **changes})
+    return model
 
 
 class Decoder:

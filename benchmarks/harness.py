@@ -104,15 +104,7 @@ def timed(
     name to the function that prepares the work. A contender that raises in preparation or warm-up is recorded in
     ``row.failed``. There are ``repeats`` rounds, or fewer, but at least FEWEST_ROUNDS, once ``seconds`` have passed.
     """
-    ready: dict[str, Callable[[], float]] = {}
-    for name, prepare in contenders.items():
-        try:
-            run = prepare()
-            for _ in range(warmup):
-                run()
-            ready[name] = clock(run)
-        except Exception as error:
-            row.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    ready = _ready(row, contenders, warmup, clock)
     samples: dict[str, list[float]] = {name: [] for name in ready}
     begin = time.perf_counter()
     names = list(ready)
@@ -130,6 +122,20 @@ def timed(
             for name, values in samples.items()
         }
     return row
+
+
+def _ready(row: Row, contenders: dict[str, Prepare], warmup: int, clock: Clock) -> dict[str, Callable[[], float]]:
+    """Contender -> a function that times one sample of its warm work; without those that fail."""
+    ready = {}
+    for name, prepare in contenders.items():
+        try:
+            run = prepare()
+            for _ in range(warmup):
+                run()
+            ready[name] = clock(run)
+        except Exception as error:
+            row.failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    return ready
 
 
 def machine() -> dict[str, Any]:

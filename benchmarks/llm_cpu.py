@@ -31,6 +31,7 @@ import mxtensor as mx
 from examples import smollm2
 from mxtensor.core.compat_compile import compiled_alone
 
+from .bandwidth import MEGABYTES, readers, take_bandwidth
 from .cuda import Target, print_failures, print_verdicts
 from .harness import (
     Clock,
@@ -48,6 +49,7 @@ from .harness import (
     wall_clock,
     write_json,
 )  # fmt: skip
+from .llama import llama
 from .llama_cpp_peer import LlamaCpp, write_gguf
 
 PLAIN = ("bfloat16", "float32")
@@ -108,18 +110,6 @@ class LlmRow(Row):
 
 
 # ---------------------------------------------------------------------------------------------- models
-
-
-def llama(**sizes: Any) -> Any:
-    """A Llama of transformers with random weights, in bfloat16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return LlamaForCausalLM(LlamaConfig(**sizes)).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def load(name: str) -> Any:
@@ -225,19 +215,6 @@ def torch_contender(model: Any, batch: int, mode: str, ready: list[Steps]) -> Pr
     return prepare
 
 
-READING = ("sum", "amax")
-
-
-def reading(name: str, megabytes: int) -> Prepare:
-    """The work of reading memory with torch: a reduction over more than any cache holds."""
-
-    def prepare() -> Work:
-        work: Work = getattr(torch.ones(megabytes * 250_000), name)
-        return work
-
-    return prepare
-
-
 def llama_cpp_contender(path: Path, batch: int, threads: int, ready: list[LlamaCpp]) -> Prepare:
     """The work of one step of llama.cpp; ``ready`` gets what has to be closed after the row."""
 
@@ -286,8 +263,8 @@ class Bench:
             for name, model in self.variants.items()
         }
         contenders |= {n: llama_cpp_contender(p, batch, threads, peers) for n, p in self.files.items()}
-        megabytes = 8 if self.name == "tiny" else 256
-        contenders |= {name: reading(name, megabytes) for name in READING}
+        megabytes = 8 if self.name == "tiny" else MEGABYTES
+        contenders |= readers(megabytes)
         row.read = {n: read_bytes(m) for n, m in self.variants.items()}
         row.read |= {n: p.stat().st_size for n, p in self.files.items()}
         before = torch.get_num_threads()
@@ -295,8 +272,7 @@ class Bench:
         try:
             summary = min if fastest else statistics.median
             timed(row, contenders, repeats, 2, clock, seconds, summary)
-            row.bandwidth = megabytes / min(row.times.pop(name) for name in READING)
-            row.relative = {name: ratio for name, ratio in row.relative.items() if name not in READING}
+            row.bandwidth = take_bandwidth(row, megabytes)
             return row
         finally:
             row.load = os.getloadavg()[0]
@@ -356,8 +332,8 @@ def lines(rows: Sequence[LlmRow]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every model, number of threads, batch and mode; print the table and the targets."""
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser, repeats=9)
     add = parser.add_argument
@@ -378,12 +354,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--add needs --json, the record to add to")
     if args.cpu_time and set(args.threads) != {1}:
         parser.error("--cpu-time needs --threads 1: threads that wait for each other use CPU time too")
-    clock = cpu_clock if args.cpu_time else wall_clock
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    return args
 
-    saved = saved_rows(args.json, args) if args.add else []
-    work = wanted(args)
+
+def measured(args: argparse.Namespace, saved: Sequence[LlmRow]) -> list[LlmRow]:
+    """The rows that these arguments ask for; the record is written after each, behind the rows ``saved``."""
+    work, clock = wanted(args), cpu_clock if args.cpu_time else wall_clock
     rows, progress = [], Progress(len(work), "row")
     with tempfile.TemporaryDirectory() as folder:
         for name in args.models:
@@ -394,7 +370,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 write_json(args.json, [*saved, *rows])
             del bench
     progress.close()
-    rows = [*saved, *rows]
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure every model, number of threads, batch and mode; print the table and the targets."""
+    args = parsed(argv)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    saved = saved_rows(args.json, args) if args.add else []
+    rows = [*saved, *measured(args, saved)]
     info = machine()
     print(f"\n{command()}\n{info['cpu']}, memory is read at {bandwidths(rows)}\n")
     print_table(HEADER, lines(rows))

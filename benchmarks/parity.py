@@ -132,13 +132,7 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
     if before is not None and before.finished:
         say(task, f"has its {study.steps} steps already")
         return
-    arm = ARMS[task.arm]
-    settings = Settings(task.arm, False, study.size, task.seed, study.device, digest, study.steps)
-    recipe = None if arm.recipe is None else arm.recipe()
-    run = ArmRun.with_recipe(settings, recipe, unquantized_blocks=arm.blocks)
-    run.arm = arm
-    if study.compiled:
-        run.compile()
+    run = run_of(task, study, digest)
     checkpoint = None if study.folder is None else study.folder / study.size / path.stem
     if before is not None and checkpoint is not None and checkpoint.is_dir():
         run.load(checkpoint)
@@ -147,30 +141,54 @@ def train(task: Task, study: Study, text: corpus.Corpus, digest: str) -> None:
         seconds = points[-1].seconds
         say(task, f"continues at step {run.done}")
     else:
-        run.evaluate(text.held_out)
-        points = [Point(0, 0, None, run.held_out[0][1], 0.0, run.unquantized(text.held_out))]
-        began = time.perf_counter()
-        products = first_step(run, text.training)
-        seconds = time.perf_counter() - began
-        start(path, described(run, task, study, text, digest, products), points)
+        points, seconds = begin(run, task, study, text, digest)
     while run.done < study.steps:
         if time.monotonic() > study.end:
             if checkpoint is not None:
                 run.save(checkpoint)
             say(task, f"stops at step {run.done}")
             return
-        first, began = points[-1].step, time.perf_counter()
-        while run.done < min(first - first % study.every + study.every, study.steps):
-            run.update(text.training)
-        run.read()
-        seconds += time.perf_counter() - began
-        run.evaluate(text.held_out)
-        losses, tokens = run.losses[first:], run.done * study.batch_tokens
-        training, unquantized = math.fsum(losses) / len(losses), run.unquantized(text.held_out)
-        whole = run.on_whole(text.held_out) if run.done == study.steps else {}
-        points.append(Point(run.done, tokens, training, run.held_out[-1][1], seconds, unquantized, **whole))
+        points.append(next_point(run, points[-1].step, seconds, study, text))
+        seconds = points[-1].seconds
         append(path, points[-1])
         say(task, progress(points, study))
+
+
+def run_of(task: Task, study: Study, digest: str) -> ArmRun:
+    """The run of a task before its first step."""
+    arm = ARMS[task.arm]
+    settings = Settings(task.arm, False, study.size, task.seed, study.device, digest, study.steps)
+    recipe = None if arm.recipe is None else arm.recipe()
+    run = ArmRun.with_recipe(settings, recipe, unquantized_blocks=arm.blocks)
+    run.arm = arm
+    if study.compiled:
+        run.compile()
+    return run
+
+
+def begin(run: ArmRun, task: Task, study: Study, text: corpus.Corpus, digest: str) -> tuple[list[Point], float]:
+    """Run the first step and begin the record: its point of step 0, and the seconds that the step took."""
+    run.evaluate(text.held_out)
+    points = [Point(0, 0, None, run.held_out[0][1], 0.0, run.unquantized(text.held_out))]
+    began = time.perf_counter()
+    products = first_step(run, text.training)
+    seconds = time.perf_counter() - began
+    start(study.record_of(task), described(run, task, study, text, digest, products), points)
+    return points, seconds
+
+
+def next_point(run: ArmRun, first: int, seconds: float, study: Study, text: corpus.Corpus) -> Point:
+    """Train from the point of step ``first`` to the next one; ``seconds``: of training before."""
+    began = time.perf_counter()
+    while run.done < min(first - first % study.every + study.every, study.steps):
+        run.update(text.training)
+    run.read()
+    seconds += time.perf_counter() - began
+    run.evaluate(text.held_out)
+    losses, tokens = run.losses[first:], run.done * study.batch_tokens
+    training, unquantized = math.fsum(losses) / len(losses), run.unquantized(text.held_out)
+    whole = run.on_whole(text.held_out) if run.done == study.steps else {}
+    return Point(run.done, tokens, training, run.held_out[-1][1], seconds, unquantized, **whole)
 
 
 def first_step(run: Run, training: Tensor) -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import Any
 from mxtensor.report.model_report import COLORS
 
 from . import cast, decode, linear, parity_plot, quality, quality_plot, scale, train_linear
+from .cuda import Target
 from .harness import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +48,26 @@ def _rows_of_names(axes: Any, names: Sequence[str]) -> None:
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _target_line(axes: Any, row: int, limit: float) -> None:
+    """A short line at the target of one row."""
+    axes.plot([limit, limit], [row - 0.42, row + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
+
+
+def _limits(probe: Any, targets: Sequence[Target]) -> list[float]:
+    """The limits of the targets that judge ``probe``, a row of one contender."""
+    return [target.limit for target in targets if list(target.figures([probe]))]
+
+
+def _times_over_bfloat16(axes: Any, low: float, high: float, ticks: Sequence[float], label: str) -> None:
+    """A logarithmic axis from ``low`` to ``high``, with those ticks that are on it."""
+    ticks = [t for t in ticks if low <= t <= high]
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, ["bf16" if t == 1 else f"{t:g}x" for t in ticks], fontsize=9)
+    axes.minorticks_off()
+    axes.set_xlim(low, high)
+    axes.set_xlabel(label, fontsize=9.5, color=INK)
 
 
 def _title(figure: Any, title: str, machine: dict[str, Any]) -> None:
@@ -97,29 +118,16 @@ def draw_cast(machine: dict[str, Any], rows: Sequence[cast.CastRow]) -> Any:
         for row_name in (name, *((name + ", floor",) if name in cast.WITH_FLOOR else ()))
     ]
     fractions = [row.fraction(cast.OURS, twice) for row in rows for twice in (False, True)]
-    fractions = [0.0, *(fraction for fraction in fractions if not math.isnan(fraction))]
-    drawn = {(row.kind, row.format + suffix) for row in rows for name, suffix in RULES.items() if name in row.relative}
+    most = max([1.03, *(fraction for fraction in fractions if not math.isnan(fraction))])
     figure = _figure(13, 1.9 + 0.36 * len(names))
     panels = figure.subplots(1, len(cast.WORKS), sharey=True)
     for axes, kind in zip(panels, cast.WORKS, strict=True):
         _rows_of_names(axes, names)
         axes.set_title(kind, fontsize=11, color=INK)
-        axes.set_xlim(0, max(1.08, *(fraction + 0.05 for fraction in fractions)))
+        axes.set_xlim(0, most + 0.05)
         axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "copy"], fontsize=8.5)
         axes.axvline(1, color=INK, linewidth=0.9)
-        for name, limit in _cast_targets(kind).items():
-            for i in (names.index(n) for n in (name, name + ", floor") if (kind, n) in drawn):
-                axes.plot([limit, limit], [i - 0.42, i + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
-        for row in (row for row in rows if row.kind == kind and row.size in sizes):
-            position = sizes.index(row.size)
-            for contender, suffix in RULES.items():
-                if contender in row.relative and row.format + suffix in names:
-                    y = names.index(row.format + suffix) + OFFSETS[position]
-                    _draw_fraction(axes, row, contender, y, filled=position == 1)
-            for contender, suffix in (("torchao compiled", ""), ("torchao compiled, floor", ", floor")):
-                if contender in row.relative and row.format + suffix in names:
-                    y = names.index(row.format + suffix)
-                    axes.plot(row.fraction(contender), y, color=PEER_COLOR, zorder=3, **CROSS)
+        _draw_casts(axes, kind, [row for row in rows if row.kind == kind], names, sizes)
     dot = {"linestyle": "", "color": COLORS[0], "markersize": 6.5, "marker": "o"}
     keys: dict[str, dict[str, Any]] = {
         size: dot | ({} if position else {"markerfacecolor": "white"}) for position, size in enumerate(sizes)
@@ -130,6 +138,24 @@ def draw_cast(machine: dict[str, Any], rows: Sequence[cast.CastRow]) -> Any:
     _title(figure, "Casts of bfloat16: fraction of the copy bandwidth (higher is better)", machine)
     _legend(figure, keys, len(keys))
     return figure
+
+
+def _draw_casts(axes: Any, kind: str, rows: Sequence[cast.CastRow], names: Sequence[str], sizes: Sequence[str]) -> None:
+    """The figures and the targets of one work."""
+    drawn = {row.format + suffix for row in rows for name, suffix in RULES.items() if name in row.relative}
+    for name, limit in _cast_targets(kind).items():
+        for i in (names.index(n) for n in (name, name + ", floor") if n in drawn):
+            _target_line(axes, i, limit)
+    for row in (row for row in rows if row.size in sizes):
+        position = sizes.index(row.size)
+        for contender, suffix in RULES.items():
+            if contender in row.relative and row.format + suffix in names:
+                y = names.index(row.format + suffix) + OFFSETS[position]
+                _draw_fraction(axes, row, contender, y, filled=position == 1)
+        for contender, suffix in (("torchao compiled", ""), ("torchao compiled, floor", ", floor")):
+            if contender in row.relative and row.format + suffix in names:
+                y = names.index(row.format + suffix)
+                axes.plot(row.fraction(contender), y, color=PEER_COLOR, zorder=3, **CROSS)
 
 
 def _draw_fraction(axes: Any, row: cast.CastRow, contender: str, y: float, filled: bool) -> None:
@@ -156,9 +182,10 @@ def draw_linear(machine: dict[str, Any], rows: Sequence[linear.LinearRow]) -> An
     axes = figure.add_subplot()
     _rows_of_names(axes, names)
     axes.axvline(1, color=INK, linewidth=0.9)
-    for name, limit in _linear_targets(names).items():
-        i = names.index(name)
-        axes.plot([limit, limit], [i - 0.42, i + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
+    for i, name in enumerate(names):
+        probe = linear.LinearRow("", {}, contender=name, relative={name: 1.0})
+        for limit in _limits(probe, linear.TARGETS)[-1:]:
+            _target_line(axes, i, limit)
     spread = 0.6 / max(len(weights) * len(tokens) - 1, 1)
 
     def style(position: int, token: int) -> dict[str, Any]:
@@ -171,14 +198,10 @@ def draw_linear(machine: dict[str, Any], rows: Sequence[linear.LinearRow]) -> An
         position, token = weights.index(weight), tokens.index(m)
         y = names.index(row.contender) - 0.3 + spread * (position * len(tokens) + token)
         axes.plot(row.over_base, y, zorder=3, **style(position, token))
-    axes.set_xscale("log")
     found = [row.over_base for row in rows if row.contender in row.relative]
     low, high = min([*found, 0.6]) / 1.08, max([*found, 1.25]) * 1.08
-    ticks = [t for t in (0.25, 0.35, 0.5, 0.65, 0.8, 1, 1.25, 1.6, 2, 3, 4, 6, 8, 12, 16, 24, 32) if low <= t <= high]
-    axes.set_xticks(ticks, ["bf16" if t == 1 else f"{t:g}x" for t in ticks], fontsize=9)
-    axes.minorticks_off()
-    axes.set_xlim(low, high)
-    axes.set_xlabel("time over bfloat16 F.linear in the same round (logarithmic)", fontsize=9.5, color=INK)
+    ticks = (0.25, 0.35, 0.5, 0.65, 0.8, 1, 1.25, 1.6, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    _times_over_bfloat16(axes, low, high, ticks, "time over bfloat16 F.linear in the same round (logarithmic)")
     keys = {
         f"M {m}, N x K {weight.replace('x', ' x ')}": {"linestyle": ""} | style(position, token)
         for position, weight in enumerate(weights)
@@ -187,17 +210,6 @@ def draw_linear(machine: dict[str, Any], rows: Sequence[linear.LinearRow]) -> An
     _title(figure, "Linear layers: time over bfloat16 (lower is better)", machine)
     _legend(figure, keys | {"target": TARGET_KEY}, len(weights) + 1)
     return figure
-
-
-def _linear_targets(names: Sequence[str]) -> dict[str, float]:
-    """Contender -> the target for its time over bfloat16."""
-    limits = {}
-    for name in names:
-        probe = linear.LinearRow("", {}, contender=name, relative={name: 1.0})
-        for target in linear.TARGETS:
-            if list(target.figures([probe])):
-                limits[name] = target.limit
-    return limits
 
 
 # ---------------------------------------------------------------------------------------------- decoding
@@ -249,12 +261,10 @@ def draw_train_linear(machine: dict[str, Any], rows: Sequence[train_linear.Train
     axes = figure.add_subplot()
     _rows_of_names(axes, names)
     axes.axvline(1, color=INK, linewidth=0.9)
-    for name in names:
+    for i, name in enumerate(names):
         probe = train_linear.TrainRow("", {}, contender=name, relative={train_linear.EAGER: 1.0})
-        for target in train_linear.TARGETS:
-            if list(target.figures([probe])):
-                i = names.index(name)
-                axes.plot([target.limit] * 2, [i - 0.42, i + 0.42], color=COLORS[2], linewidth=1.8, zorder=2)
+        for limit in _limits(probe, train_linear.TARGETS):
+            _target_line(axes, i, limit)
 
     def style(shape: str, how: str) -> dict[str, Any]:
         position = shapes.index(shape)
@@ -270,12 +280,8 @@ def draw_train_linear(machine: dict[str, Any], rows: Sequence[train_linear.Train
             axes.plot(row.over_base(how), y, zorder=3, **style(row.shape, how))
             found.append(row.over_base(how))
     low, high = min(found) / 1.1, max(found) * 1.1
-    ticks = [t for t in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4) if low <= t <= high]
-    axes.set_xscale("log")
-    axes.set_xticks(ticks, ["bf16" if t == 1 else f"{t:g}x" for t in ticks], fontsize=9)
-    axes.minorticks_off()
-    axes.set_xlim(low, high)
-    axes.set_xlabel("time of forward and backward over bfloat16 in the same round (logarithmic)", fontsize=9.5)
+    label = "time of forward and backward over bfloat16 in the same round (logarithmic)"
+    _times_over_bfloat16(axes, low, high, (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4), label)
     keys = {
         f"{shape.replace('x', ' x ')}, {how}": {"linestyle": ""} | style(shape, how)
         for shape in shapes
