@@ -84,7 +84,9 @@ class Options:
 class Products(NamedTuple):
     """The three products of one layer: what decides how they run, beside their operands."""
 
-    options: Options
+    recipe: LinearRecipe
+    prefer: str | None
+    """``Options.prefer``"""
     dtype: torch.dtype
     """of the results"""
     groups: Groups | None
@@ -96,11 +98,11 @@ class Products(NamedTuple):
     def of(cls, options: Options, x: Tensor, weight: Tensor, groups: Groups | None) -> Products:
         """The products of a layer with this input and weight."""
         own_scales = weight.dim() > 2 and options.linear_recipe.has_tensor_scales
-        return cls(options, options.dtype or x.dtype, groups, own_scales)
+        return cls(options.linear_recipe, options.prefer, options.dtype or x.dtype, groups, own_scales)
 
     def want(self, op: str, a: GemmOperand, b: GemmOperand) -> Want:
         """The form in which the kernel that will run this product wants operands that are cast for it."""
-        dtype, prefer = self.dtype, self.options.prefer
+        dtype, prefer = self.dtype, self.prefer
         if self.own_scales:
             return torch.float32
         if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -118,7 +120,7 @@ class Products(NamedTuple):
         dtype: torch.dtype | None = None,
     ) -> Tensor:  # fmt: skip
         """``a @ b^T + bias``, in ``dtype`` if it is given."""
-        return product(op, a, b, dtype or self.dtype, bias, self.options.prefer, self.groups)
+        return product(op, a, b, dtype or self.dtype, bias, self.prefer, self.groups)
 
 
 def product(
@@ -204,10 +206,10 @@ def forward(
     bias need a gradient. ``cached``: both operands of the weight, which a quantized one has; None: cast it."""
     rows, products = _rows_for(x, weight), Products.of(options, x, weight, groups)
     need_dx, need_dw, _ = needs
-    sides = _weight_sides(rows, weight, options.linear_recipe, cached, need_dx)
+    sides = _weight_sides(rows, weight, products.recipe, cached, need_dx)
     wants = _wants(products, rows, weight, sides, need_dw and not options.save_input)
     x_wants = wants.fprop, wants.saved
-    x_row, x_col = products.copies(rows, options.linear_recipe.input, x_wants, scales_of(scales, INPUT))
+    x_row, x_col = products.copies(rows, products.recipe.input, x_wants, scales_of(scales, INPUT))
     w_row: GemmOperand | None
     w_col: GemmOperand | None
     if cached is not None:
@@ -230,9 +232,9 @@ def cast_weight(
 ) -> list[GemmOperand | None]:
     """Both operands of a weight for a layer with this input, in the forms that its products take."""
     rows, products = _rows_for(x, weight), Products.of(options, x, weight, groups)
-    sides = _weight_sides(rows, weight, options.linear_recipe, None, need_dx)
+    sides = _weight_sides(rows, weight, products.recipe, None, need_dx)
     wants = _wants(products, rows, weight, sides, False)
-    return copies(values_of(weight), options.linear_recipe.weight, (wants.fprop, wants.dgrad), ())
+    return copies(values_of(weight), products.recipe.weight, (wants.fprop, wants.dgrad), ())
 
 
 def _rows_for(x: Tensor, weight: Tensor) -> Tensor:
@@ -255,7 +257,7 @@ def _wants(
     products: Products, rows: Tensor, weight: Tensor, sides: tuple[GemmOperand, GemmOperand | None], saves: bool
 ) -> Wants:
     """The forms for a weight with these ``sides``; ``saves``: whether wgrad gets the input from the forward pass."""
-    (w_row, w_col), of_x, of_grad = sides, products.options.linear_recipe.input, products.options.linear_recipe.grad
+    (w_row, w_col), of_x, of_grad = sides, products.recipe.input, products.recipe.grad
     grad = of_shape((*rows.shape[:-1], weight.shape[-2]), products.dtype, rows)
     fprop = products.want("fprop", standing_for(rows, of_x.rowwise), w_row)
     dgrad = None if w_col is None else products.want("dgrad", standing_for(grad, of_grad.rowwise), w_col)
@@ -274,7 +276,7 @@ def _weight_operands(
     Most weights are cast again for dgrad, whose operand would take half of the memory of the weight until then: a third
     of a cast more, which is little beside the products. A scale of the whole tensor would need its amax again.
     """
-    casts, own_scales = products.options.linear_recipe.weight, products.own_scales
+    casts, own_scales = products.recipe.weight, products.own_scales
     saves = wants.dgrad in SAVED and casts.columnwise is not None and casts.columnwise.format.has_tensor_scale
     made = None if saves or own_scales else rows_first(w, casts, (wants.fprop, wants.dgrad))
     if made is not None:
@@ -287,7 +289,7 @@ def _weight_for_dgrad(
     weight: Tensor, products: Products, extremes: Tensor | None, want: Want, scales: Any
 ) -> GemmOperand | None:
     """The operand of dgrad from a weight that was saved as it is; ``extremes``: what ``_weight_operands`` gave."""
-    linear_recipe = products.options.linear_recipe
+    linear_recipe = products.recipe
     if extremes is not None:
         assert linear_recipe.weight.columnwise is not None
         return cast_columns_later(values_of(weight), linear_recipe.weight.columnwise, extremes)
@@ -310,7 +312,8 @@ def backward(
     linear_recipe, tensors = options.linear_recipe, iter(tensors)
     need_dx, need_dw, need_db = inputs.needs
     x_dtype, w_dtype, bias_dtype, dtype = inputs.dtypes
-    products = Products(options, dtype, groups, inputs.stacked and linear_recipe.has_tensor_scales)
+    own_scales = inputs.stacked and linear_recipe.has_tensor_scales
+    products = Products(linear_recipe, options.prefer, dtype, groups, own_scales)
     dx = dw = db = None
     x_col = x_saved.gemm_operand(tensors)
     w_extremes = next(tensors) if has_extremes else None
@@ -335,7 +338,7 @@ def backward(
             x_col = products.copies(rows, linear_recipe.input, (None, wgrad_want), scales_of(scales, INPUT))[1]
 
         def wgrad(result: torch.dtype) -> Tensor:
-            as_asked = result is dtype or _runs_fast(g_col, x_col, result, options.prefer)
+            as_asked = result is dtype or _runs_fast(g_col, x_col, result, products.prefer)
             return products.run("wgrad", g_col, x_col, dtype=result if as_asked else dtype).to(result)
 
         dw = wgrad(dtype).to(w_dtype) if options.on_wgrad is None else options.on_wgrad(wgrad)
