@@ -35,5 +35,6 @@ What they share: ``harness`` times contenders side by side, ``contenders`` has t
 has the clocks and targets of the GPU benchmarks, ``peers`` the calls of torchao and gemlite, ``llama_cpp_peer`` and
 ``gguf_quality`` those of llama.cpp, ``bandwidth`` readers of memory, ``llama`` a random model, and ``corpus`` a text.
 Parts of one benchmark: ``users_layers``, ``users_experts``, ``users_generate``, ``users_train``, ``users_first``;
-``parity_arms``, ``parity_record``, ``parity_targets``, ``parity_plot``; ``quality_plot``; ``scale_model``.
+``parity_arms``, ``parity_record``, ``parity_targets``, ``parity_plot``; ``quality_plot``; ``scale_model``;
+``llm_contenders``.
 """

@@ -10,7 +10,6 @@ and llama.cpp with files of the same weights. A step decodes one token of each s
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
 import math
 import os
@@ -25,20 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-import mxtensor as mx
 from examples import smollm2
-from mxtensor.core.compat_compile import compiled_alone
 
 from .bandwidth import MEGABYTES, readers, take_bandwidth
 from .cuda import Target, print_failures, print_verdicts
 from .harness import (
     Clock,
-    Prepare,
     Progress,
     Row,
-    Work,
     add_options,
     command,
     cpu_clock,
@@ -49,11 +43,19 @@ from .harness import (
     wall_clock,
     write_json,
 )  # fmt: skip
-from .llama import llama
 from .llama_cpp_peer import LlamaCpp, write_gguf
+from .llm_contenders import (
+    PLAIN,
+    PROMPT,
+    TORCHAO,
+    Steps,
+    llama_cpp_contender,
+    load,
+    read_bytes,
+    torch_contender,
+    variant,
+)
 
-PLAIN = ("bfloat16", "float32")
-TORCHAO = "torchao int8"
 CAST = "mxfp4-weight-mxint8-activation"
 FORMATS = ("mxfp8-weight-only", "mxfp4-weight-only", "nvfp4-weight-only", "mxint8", CAST)
 EQUAL_BITS = {
@@ -65,16 +67,6 @@ activations to integers of 8 bits, as ``mxint8`` and the last one do."""
 MODELS, MODES = ("smollm2", "llama-1b"), ("eager", "attention", "compiled", "decoding")
 """``attention``: eager, our formats with ``attn_implementation="mxtensor"``. ``compiled``: the model as one graph.
 ``decoding``: the same by ``mx.compile_decoding``, which leaves out Dynamo's checks of modules."""
-PROMPT, CONTEXT = 16, 256
-"""Tokens of the prompt, and of the cache."""
-LLAMA_1B = dict(
-    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-    num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
-)  # fmt: skip
-TINY = dict(
-    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True,
-)  # fmt: skip
 
 
 @dataclass
@@ -85,6 +77,8 @@ class LlmRow(Row):
     threads: int = 1
     batch: int = 1
     mode: str = "eager"
+    prompt: int = PROMPT
+    """Tokens before those of the steps."""
     read: dict[str, int] = field(default_factory=dict)
     """Contender -> bytes of weights that a step reads."""
     bandwidth: float = 0.0
@@ -109,120 +103,9 @@ class LlmRow(Row):
         return self.read.get(name, 0) / self.times[name] / 1e6 / self.bandwidth if name in self.times else math.nan
 
 
-# ---------------------------------------------------------------------------------------------- models
-
-
-def load(name: str) -> Any:
-    """The unquantized model of a name."""
-    if name == "smollm2":
-        return smollm2.load_model()[0]
-    return llama(**(TINY if name == "tiny" else LLAMA_1B))
-
-
-def variant(model: Any, contender: str, include_head: bool) -> Any:
-    """The model as a contender has it; what it has in common with ``model`` is shared."""
-    if contender == "float32":
-        return copy.deepcopy(model).float()
-    if contender == TORCHAO:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        small = smollm2.quantized(model, smollm2.UNQUANTIZED, False)
-        quantize_(small, Int8WeightOnlyConfig())
-        return small
-    return smollm2.quantized(model, contender, include_head)
-
-
-def read_bytes(model: Any) -> int:
-    """Bytes of weights that a step reads: those of linear layers, and the rest without embeddings."""
-    lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    total = 0
-    for parameter in model.parameters():
-        if id(parameter) in lookups and id(parameter) not in products:
-            continue
-        tensors = parameter.components if isinstance(parameter, mx.MXTensor) else _inner(parameter)
-        total += sum(t.nbytes for t in tensors)
-    return total
-
-
-def _inner(parameter: Any) -> list[torch.Tensor]:
-    """The tensors of a torchao weight; a plain one is itself."""
-    if not hasattr(parameter, "__tensor_flatten__"):
-        return [parameter]
-    inner = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]
-    return [tensor for part in inner for tensor in _inner(part)]
-
-
-# ---------------------------------------------------------------------------------------------- contenders
-
-
-class Steps:
-    """Decoding with a static cache; each step writes the same place, so that all steps do the same work."""
-
-    def __init__(self, model: Any, batch: int, mode: str) -> None:
-        from transformers import StaticCache
-
-        self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=CONTEXT)
-        generator = torch.Generator().manual_seed(0)
-        self.prompt = torch.randint(5, model.config.vocab_size - 1, (batch, PROMPT), generator=generator)
-        self.token, self.forward = self.prompt[:, :1], _forward
-        self._run(self.prompt, torch.arange(PROMPT)[None])
-        self.position = torch.full((1, 1), PROMPT)
-        if mode == "attention":
-            model.set_attn_implementation("mxtensor")
-        if mode == "compiled":  # contenders do not share torch's cache of graphs
-            self.forward = compiled_alone(_forward, dynamic=False)
-        if mode == "decoding":
-            mx.compile_decoding(model)
-
-    @torch.no_grad()
-    def _run(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return self.forward(self.model, ids, position, self.cache)
-
-    def step(self) -> torch.Tensor:
-        """One token of each sequence; the logits."""
-        for layer in self.cache.layers:  # forget the token of the step before
-            if hasattr(layer, "cumulative_length"):
-                _set(layer, "cumulative_length", PROMPT)
-        return self._run(self.token, self.position)
-
-    def restore(self) -> None:
-        """Give the model torch's attention and its own forward again."""
-        self.model.set_attn_implementation("sdpa")
-        vars(self.model).pop("forward", None)
-
-
-def _forward(model: Any, ids: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
-    out = model(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return out.logits  # type: ignore[no-any-return]
-
-
-def _set(layer: Any, name: str, value: int) -> None:
-    before = getattr(layer, name)
-    if isinstance(before, torch.Tensor):
-        before.fill_(value)
-    else:
-        setattr(layer, name, value)
-
-
-def torch_contender(model: Any, batch: int, mode: str, ready: list[Steps]) -> Prepare:
-    """The work of one step; ``ready`` gets what has to be restored after the row."""
-
-    def prepare() -> Work:
-        ready.append(steps := Steps(model, batch, mode))
-        return steps.step
-
-    return prepare
-
-
-def llama_cpp_contender(path: Path, batch: int, threads: int, ready: list[LlamaCpp]) -> Prepare:
-    """The work of one step of llama.cpp; ``ready`` gets what has to be closed after the row."""
-
-    def prepare() -> Work:
-        ready.append(peer := LlamaCpp(path, batch, PROMPT, threads, CONTEXT))
-        return peer.step
-
-    return prepare
+def _work(model: str, threads: int, batch: int, mode: str, prompt: int) -> str:
+    work = f"{model}, {threads} threads, batch {batch}, {mode}"
+    return work if prompt == PROMPT else f"{work}, after {prompt} tokens"
 
 
 class Bench:
@@ -249,20 +132,20 @@ class Bench:
 
     def row(
         self, threads: int, batch: int, mode: str, repeats: int, seconds: float, fastest: bool = False,
-        clock: Clock = wall_clock,
+        clock: Clock = wall_clock, prompt: int = PROMPT,
     ) -> LlmRow:  # fmt: skip
         """Time a step of every contender, in turn; ``fastest``: the fastest step counts, not the median."""
-        row = LlmRow(f"{self.name}, {threads} threads, batch {batch}, {mode}", {})
-        row.model, row.threads, row.batch, row.mode = self.name, threads, batch, mode
+        row = LlmRow(_work(self.name, threads, batch, mode, prompt), {})
+        row.model, row.threads, row.batch, row.mode, row.prompt = self.name, threads, batch, mode, prompt
         row.failed = dict(self.failed)
         steps: list[Steps] = []
         peers: list[LlamaCpp] = []
         others = "eager" if mode == "attention" else mode
         contenders = {
-            name: torch_contender(model, batch, others if name in (*PLAIN, TORCHAO) else mode, steps)
+            name: torch_contender(model, batch, others if name in (*PLAIN, TORCHAO) else mode, prompt, steps)
             for name, model in self.variants.items()
         }
-        contenders |= {n: llama_cpp_contender(p, batch, threads, peers) for n, p in self.files.items()}
+        contenders |= {n: llama_cpp_contender(p, batch, threads, prompt, peers) for n, p in self.files.items()}
         megabytes = 8 if self.name == "tiny" else MEGABYTES
         contenders |= readers(megabytes)
         row.read = {n: read_bytes(m) for n, m in self.variants.items()}
@@ -342,6 +225,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batches", nargs="+", type=int, default=(1, 4, 16), help="sequences that are decoded together (1 4 16)")
     add("--modes", nargs="+", default=MODES, choices=MODES, help="(all); llama.cpp has one")
     add("--compiled-batches", nargs="+", type=int, help="batches of the mode compiled, which takes minutes (--batches)")
+    add("--prompt", type=int, default=PROMPT, help="tokens before those of the steps (%(default)s)")
     add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
     add("--seconds", type=float, default=20, help="for the rounds of one row (%(default)s)")
     add("--fastest", action="store_true", help="the fastest step counts, not the median: for a machine in use")
@@ -365,7 +249,9 @@ def measured(args: argparse.Namespace, saved: Sequence[LlmRow]) -> list[LlmRow]:
         for name in args.models:
             bench = Bench(name, args.formats, not args.no_head, not args.no_peers, Path(folder))
             for _, threads, batch, mode in (found for found in work if found[0] == name):
-                rows.append(bench.row(threads, batch, mode, args.repeats, args.seconds, args.fastest, clock))
+                rows.append(
+                    bench.row(threads, batch, mode, args.repeats, args.seconds, args.fastest, clock, args.prompt)
+                )
                 progress.step(rows[-1].work)
                 write_json(args.json, [*saved, *rows])
             del bench
@@ -404,8 +290,8 @@ def saved_rows(path: Path, args: argparse.Namespace) -> list[LlmRow]:
     if not path.exists():
         return []
     _, rows = read_json(path, LlmRow)
-    repeated = set(wanted(args))
-    return [row for row in rows if (row.model, row.threads, row.batch, row.mode) not in repeated]
+    repeated = {(*each, args.prompt) for each in wanted(args)}
+    return [row for row in rows if (row.model, row.threads, row.batch, row.mode, row.prompt) not in repeated]
 
 
 def bandwidths(rows: Sequence[LlmRow]) -> str:

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 import mxtensor as mx
-from benchmarks import llama_cpp_peer, llm_cpu
+from benchmarks import llama_cpp_peer, llm_contenders, llm_cpu
 from benchmarks.llama_cpp_peer import LlamaCpp, write_gguf
 
 
@@ -54,18 +54,18 @@ def test_targets_take_the_worst_row_and_lines_begin_with_it():
 
 
 def test_the_bytes_of_a_step():
-    model = llm_cpu.load("tiny")
+    model = llm_contenders.load("tiny")
     whole = mx.model_size(model).nbytes
-    assert llm_cpu.read_bytes(model) == whole
-    small = llm_cpu.variant(model, "mxfp4-weight-only", include_head=True)
-    assert llm_cpu.read_bytes(small) == mx.model_size(small).nbytes < 0.3 * whole
-    assert llm_cpu.read_bytes(llm_cpu.variant(model, "float32", True)) == 2 * whole
-    assert llm_cpu.read_bytes(model) == whole  # the model is as it was
+    assert llm_contenders.read_bytes(model) == whole
+    small = llm_contenders.variant(model, "mxfp4-weight-only", include_head=True)
+    assert llm_contenders.read_bytes(small) == mx.model_size(small).nbytes < 0.3 * whole
+    assert llm_contenders.read_bytes(llm_contenders.variant(model, "float32", True)) == 2 * whole
+    assert llm_contenders.read_bytes(model) == whole  # the model is as it was
 
 
 def test_steps_repeat_the_same_work():
-    model = llm_cpu.load("tiny")
-    steps = llm_cpu.Steps(model, batch=2, mode="eager")
+    model = llm_contenders.load("tiny")
+    steps = llm_contenders.Steps(model, batch=2, mode="eager")
     first, second = steps.step(), steps.step()
     assert torch.equal(first, second) and first.shape[:2] == (2, 1)
     ids = torch.cat((steps.prompt, steps.token), 1)
@@ -76,9 +76,9 @@ def test_steps_repeat_the_same_work():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["attention", "compiled"])
 def test_steps_of_other_modes_are_those_of_eager_and_are_taken_back(mode):
-    model = llm_cpu.variant(llm_cpu.load("tiny"), "mxfp8-weight-only", include_head=True)
-    wanted = llm_cpu.Steps(model, batch=1, mode="eager").step()
-    steps = llm_cpu.Steps(model, batch=1, mode=mode)
+    model = llm_contenders.variant(llm_contenders.load("tiny"), "mxfp8-weight-only", include_head=True)
+    wanted = llm_contenders.Steps(model, batch=1, mode="eager").step()
+    steps = llm_contenders.Steps(model, batch=1, mode=mode)
     assert torch.allclose(steps.step().float(), wanted.float(), atol=0.05)
     assert model.config._attn_implementation == ("mxtensor" if mode == "attention" else "sdpa")
     steps.restore()
@@ -101,6 +101,10 @@ def test_main_writes_a_record_and_prints_the_targets(tmp_path, capsys):
         llm_cpu.main([*options, "--modes", "attention", "--add"])
         saved, added = json.loads(path.read_text())["rows"]
         assert saved == found and added["mode"] == "attention"
+    llm_cpu.main([*options, "--prompt", "300", "--add"])
+    *_, longer = json.loads(path.read_text())["rows"]
+    assert longer["prompt"] == 300 and longer["work"] == "tiny, 1 threads, batch 2, eager, after 300 tokens"
+    assert longer["times"].keys() == found["times"].keys() and len(json.loads(path.read_text())["rows"]) == 3
 
 
 def test_compiled_models_can_have_other_batches(tmp_path, monkeypatch):
@@ -162,7 +166,7 @@ def test_peers_that_are_not_installed_are_named_as_failed(tmp_path, monkeypatch)
 def test_llama_cpp_computes_the_same_model(tmp_path, kind):
     import gguf
 
-    model = llm_cpu.load("tiny").float()
+    model = llm_contenders.load("tiny").float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.dim() == 2 else 1)
