@@ -1,10 +1,10 @@
 """How far products by ``fp8_rows`` are from float64, and from their bound: ``python -m benchmarks.fp8_rows_errors``.
 
-The operands are Gaussian, with outliers in channels, hostile (a row of 40 octaves, NaN, infinities, zeros, tiny and
-huge rows), and those of two models: the weights of each linear layer and the inputs that it gets for real text. On a
-CPU the products are those of the definition (``numerics/row_scaled.py``), added up in float64 and rounded once to
-bfloat16, so that the errors are those of the path and not of the sums. On an H100 (``--device cuda``) they are those of
-the kernel. Needs ``pip install 'mxtensor[demo]'`` and the weights of ``examples/smollm2.py``.
+The operands are Gaussian, with outliers in channels, hostile (a row with an exponent range of 40, NaN, infinities,
+zeros, tiny and huge rows), and those of two models: the weights of each linear layer and the inputs that it gets for
+real text. On a CPU the products are those of the definition (``numerics/row_scaled.py``), added up in float64 and
+rounded once to bfloat16, so that the errors are those of the path and not of the sums. On an H100 (``--device cuda``)
+they are those of the kernel. Needs ``pip install 'mxtensor[demo]'`` and the weights of ``examples/smollm2.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROWS = 256
 """Rows of inputs: tokens."""
 HEADER = [
     "operands", "products", "inputs, weights", "worst row, `fp8_rows`", "worst row, exact", "share of the bound",
-    "rows beyond",
+    "rows out of range",
 ]  # fmt: skip
 Pairs = Iterator[tuple[Tensor, Tensor]]
 """(inputs (M, K), weight (N, K))."""
@@ -54,7 +54,7 @@ def outliers(every: int = 1) -> Pairs:
 
 
 def hostile(every: int = 1) -> Pairs:
-    """Rows of inputs and of the weight that span 40 octaves, end in infinities or NaN, or are zero, tiny, huge."""
+    """Rows of inputs and of the weight with an exponent range of 40, infinities or NaN, or zero, tiny, huge ones."""
     for pair in outliers():
         for t in pair:
             t[8] *= 2.0 ** torch.randint(-20, 21, (t.shape[1] // 32,)).float().repeat_interleave(32)
@@ -103,8 +103,8 @@ def smollm2(every: int = 1) -> Pairs:
 
 
 SOURCES: dict[str, Callable[[int], Pairs]] = {
-    "Gaussian": gaussian, "channels with outliers": outliers, "rows of 40 octaves, NaN, infinities, zeros": hostile,
-    "MiniLM": minilm, "SmolLM2": smollm2,
+    "Gaussian": gaussian, "channels with outliers": outliers,
+    "rows with a range of 2^40, NaN, infinities, zeros": hostile, "MiniLM": minilm, "SmolLM2": smollm2,
 }  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def by_definition(a: Operand, b: Operand) -> Tensor:
     """a @ b^T (M, N) in bfloat16 as ``fp8_rows`` defines it, with sums in float64."""
     rows, columns = row_scaled(a), row_scaled(b)
     y = row_values(rows, a).double() @ row_values(columns, b).double().t()
-    exact = rows.beyond.bool().unsqueeze(1) | columns.beyond.bool()
+    exact = rows.out_of_range.bool().unsqueeze(1) | columns.out_of_range.bool()
     return torch.where(exact, exact_product(a, b), y).to(torch.bfloat16)
 
 
@@ -130,8 +130,8 @@ class Errors:
     """The same of the exact product, rounded once."""
     share: float = 0.0
     """The error of a value, relative to its bound."""
-    beyond: int = 0
-    """Rows that are multiplied from their own codes."""
+    out_of_range: int = 0
+    """Rows that are out of range: multiplied from their own codes."""
 
     def add(self, x: Tensor, w: Tensor, formats: tuple[str, str]) -> None:
         """One product of x (M, K) by w (N, K)^T; raises AssertionError if a NaN is not where it belongs."""
@@ -148,7 +148,7 @@ class Errors:
         self.worst = max(self.worst, (error.norm(dim=1) / norm).max().item())
         self.exact = max(self.exact, (rounded.norm(dim=1) / norm).max().item())
         self.share = max(self.share, (error / torch.where(fine, allowed, 1.0)).max().item())
-        self.beyond += int(row_scaled(a).beyond.sum() + row_scaled(b).beyond.sum())
+        self.out_of_range += int(row_scaled(a).out_of_range.sum() + row_scaled(b).out_of_range.sum())
 
 
 def measured(name: str, device: str = "cpu", every: int = 1) -> dict[tuple[str, str], Errors]:
@@ -163,7 +163,7 @@ def measured(name: str, device: str = "cpu", every: int = 1) -> dict[tuple[str, 
 
 def cells(name: str, formats: tuple[str, str], errors: Errors) -> list[str]:
     """A row of the table."""
-    numbers = [f"{errors.worst:.2e}", f"{errors.exact:.2e}", f"{errors.share:.2f}", str(errors.beyond)]
+    numbers = [f"{errors.worst:.2e}", f"{errors.exact:.2e}", f"{errors.share:.2f}", str(errors.out_of_range)]
     return [name, str(errors.products), ", ".join(formats), *numbers]
 
 

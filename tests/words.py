@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = r"mxtensor/kernels/|tests/kernels/|helpers/cuda_"
 SMALL_M = r"kernels/(small_m|cuda)/|compile/|report/(test_)?tune|helpers/cuda_|benchmarks/(test_)?decode|one_product"
 """Files about the kernels for few rows, where words such as "apart" had a private meaning."""
+ROW_SCALED = r"row_scaled|fp8_rows|row_operand"
+"""Files about row-scaled operands; their glossary is in ``mxtensor/numerics/row_scaled.py``."""
 
 
 class Row(NamedTuple):
@@ -60,6 +62,17 @@ NAMES = [
     Row("codec", "reference"),
     Row("ambient", "autocast"),
     Row("small batch", "small_m"),
+    Row("any distance", "unlimited range"),
+    Row("moved|moves?", "rescale", ROW_SCALED),
+    Row("beyond", "out of range", ROW_SCALED),
+    Row("octaves?", "exponent range, max_range", ROW_SCALED),
+    Row("marks|marked", "flags", rf"kernels/.*({ROW_SCALED})"),
+    Row("extremes?", "exponents, exponent words", ROW_SCALED),
+    Row("places?", "tile map, index", ROW_SCALED),
+    Row("one read", "rows first", ROW_SCALED),
+    Row("few bits", "sub-byte", ROW_SCALED),
+    Row("own (top|up)|top", "row exponent, unchanged, offset, shift", ROW_SCALED),
+    Row("facts", "exponents, row scales", ROW_SCALED),
 ]
 """Words of identifiers, separated by spaces."""
 
@@ -85,6 +98,9 @@ PROSE = [
     Row(r"small[- ]batch(es)?", "small_m"),
     Row(r"(own|meeting|words|spread|together|resident)\.cuh?", "the file's name of today"),
     Row(r"(codec|parts|roles|factors|te_names|compiled|again|ambient)\.py", "the file's name of today"),
+    Row(r"beyond the bound", "out of range"),
+    Row(r"re-express(es|ed|ing)?", "rescale"),
+    Row(r"moved?|beyond|octaves?|marked|marks|extremes?", "a term of numerics/row_scaled.py", ROW_SCALED),
     Row(r"that which", "what"),
     Row(r"ere", "before"),
     Row(r"there is none that", "no ..."),
@@ -204,6 +220,8 @@ def test_no_old_word_is_left():
         ("kernels/cuda/a.cu", "int resident_plan; // staged\n", 3),
         ("kernels/cuda/a.cu", "int x; /* its own\n lines */ int y;", 0),
         ("kernels/small_m/a.py", "together = 1  # together", 1),
+        ("kernels/gemm/fp8_rows_a.py", "own_top = any_distance  # a row beyond the bound, moved by octaves", 5),
+        ("kernels/gemm/other.py", "top = moved  # marks of octaves", 0),
     ],
 )
 def test_an_old_word_would_be_found(file, text, count):

@@ -1,28 +1,42 @@
 """Row-scaled E4M3: an operand whose scales are powers of two, as E4M3 codes with one power of two for each row.
 
-A value is ``code * 2^s`` with one s for a block. Under the largest s of its row it is ``code * 2^(s - s_row)``, an E4M3
-number again, and FP8 tensor cores multiply such rows (``kernels/gemm/fp8_rows.py``). This file is the definition; the
-kernels are bitwise equal to it.
+A value is ``code * 2^s`` with one exponent s for a block. Under the largest exponent of its row it is an E4M3 code
+again, ``code * 2^(s - s_row)``, and FP8 tensor cores multiply such rows (``kernels/gemm/fp8_rows.py``). This file is
+the definition; the kernels are bitwise equal to it.
 
-Codes are first multiplied by 2^up, so that the largest element is near E4M3's. Let d be the distance of a block from
-the largest s of its row, over the blocks that are not zero:
+Glossary of this file, of the kernels (``fp8_rows*``, ``row_scaled*``) and of docs/reference/numerics.md:
 
-| element | up | largest d within the bound | what changes within the bound |
+| term | meaning | symbol |
+|---|---|---|
+| block exponent | the exponent of the scale 2^s of a block. Code has it biased: s + 127 | s |
+| nonzero block | a block with a finite scale and, in this row, a code that is not zero. Others do not count below | |
+| row exponent | the largest exponent of the nonzero blocks of a row | s_row |
+| distance | how far the exponent of a block is below the row exponent | d = s_row - s |
+| exponent range | of a row: its largest distance | max d |
+| offset | of an element: times 2^offset its largest value is near that of E4M3 | offset |
+| shift | the exponent of the power of two by which the codes of a block are multiplied | offset - d |
+| rescale | multiply a code by 2^shift and round it to E4M3. Small results underflow: to subnormals, then to zero | |
+| row scale | what a rescaled code is multiplied by: 2^(s_row - offset) | S |
+| exact | no value changes when it is rescaled | |
+| in range | of a row: max d is at most ``max_range``, S is at most 2^63, codes are finite, scales powers of two | |
+| out of range | of a row: not in range. Its codes are unchanged under the scales of their blocks, and S is NaN | |
+| flag | a byte for each row: 1 if it is out of range; 0 if it has a NaN scale, with which it gives NaN anyway | |
+| unlimited range | the rule of training: no row is out of range because of its exponent range | |
+
+| element | offset | max_range | what changes in rows in range |
 |---|---|---|---|
 | e2m1 | 6 | 14 | nothing |
 | e2m3 | 5 | 11 | nothing |
 | e3m2 | 4 | 9 | nothing |
-| e4m3 | 0 | 12 | values below 2^-6 of the row scale, by at most 2^-10 of it |
+| e4m3 | 0 | 12 | values below 2^-6 S, by at most 2^-10 S |
 | e5m2 | -7 | 12 | the same |
 
-2^-10 of the row scale is at most 2^-5 of the largest value of the block, half of what rounding to three mantissa bits
-has changed already: with d = 12 a block whose largest code is at least 2^(emax - 1), as every scale rule but a clamped
-one makes it, has a largest value of 2^(7 - 12) of the row scale or more. A row that is beyond the bound is marked. Its
-codes are those of the operand, under their own scales, and its row scale is NaN.
+2^-10 S is at most 2^-5 of the largest value of the block, half of what rounding to three mantissa bits has changed
+already: at the distance 12 a block whose largest code is at least 2^(emax - 1), as every scale rule but a clamped one
+makes it, has a largest value of 2^(7 - 12) S or more.
 
-In training the distance between blocks has no limit (``any_distance``): each value changes by at most 2^-10 of the row
-scale, which is 2^-17 of the largest value of its row or less. Gradients need that: those of the first token of a causal
-model span 30 octaves.
+With unlimited range each value changes by at most 2^-10 S, which is 2^-17 of the largest value of its row or less.
+Gradients need that: the exponent range of those of the first token of a causal model is 30.
 """
 
 from __future__ import annotations
@@ -38,54 +52,57 @@ from .elements import decode_elements, decode_packed
 from .formats import E4M3, E8M0, FULL, Format
 from .operand import Operand
 
-LOSSY_OCTAVES = 12
-"""The largest d of elements that E4M3 cannot move without loss."""
-LOSS = 2.0**-10
-"""Of the row scale: half of E4M3's smallest step, by which a value changes at most."""
-MAX_EXPONENT = 63
+LOSSY_RANGE = 12
+"""``max_range`` of elements that E4M3 cannot represent exactly at all distances."""
+MAX_ERROR = 2.0**-10
+"""By how much a value changes at most, relative to the row scale: half of E4M3's smallest subnormal."""
+MAX_SCALE_EXPONENT = 63
 """Row scales are 2^-63 to 2^63, so that the product of two is a normal float32."""
 NAN_CODE = E4M3.nan_code
-"""The code of every NaN that is moved, whatever its sign was: 0x7F, which the instructions of GPUs give."""
-LOWEST_STEP = E4M3.bias + E4M3.mantissa_bits - 1
-"""E4M3's smallest subnormal is 2^-LOWEST_STEP."""
+"""The code of every rescaled NaN, whatever its sign was: 0x7F, which the instructions of GPUs give."""
+SMALLEST_EXPONENT = 1 - E4M3.bias - E4M3.mantissa_bits
+"""E4M3's smallest subnormal is 2^SMALLEST_EXPONENT."""
 
 
 class RowScaled(NamedTuple):
-    """A matrix as ``codes * scale``: codes (rows, K) E4M3 bytes, scale float32 (rows, 1), beyond uint8 (rows,)."""
+    """A matrix (rows, K) as ``codes * scale``; K codes to a row."""
 
     codes: Tensor
+    """E4M3 bytes (rows, K); of a row that is out of range those of the operand, one byte each: E5M2 in E5M2, others in
+    E4M3"""
     scale: Tensor
-    """NaN for a row beyond the bound, and for a row with a NaN scale, whose codes mean nothing."""
-    beyond: Tensor
-    """1 for a row beyond the bound: codes are those of the operand, one byte each; E5M2 in E5M2, others in E4M3."""
+    """float32 (rows, 1): NaN for a row that is out of range, and for a row with a NaN scale, whose codes have no
+    meaning"""
+    out_of_range: Tensor
+    """uint8 (rows,): the flags"""
 
 
-class Shift(NamedTuple):
-    """How elements of one kind are moved into E4M3."""
+class Rescaling(NamedTuple):
+    """How the codes of an element are rescaled."""
 
-    up: int
-    octaves: int
-    """the largest d within the bound"""
+    offset: int
+    max_range: int
+    """the largest exponent range of a row in range"""
 
 
 @cache
-def shift_of(element: ElementFormat) -> Shift:
+def rescaling_of(element: ElementFormat) -> Rescaling:
     """The table above, from the fields of the element."""
-    up = E4M3.emax - element.emax
-    if element.max * 2.0**up > E4M3.max:
-        up -= 1
-    step = 1 - element.bias - element.mantissa_bits  # the smallest element is 2^step
-    octaves = LOWEST_STEP + step + up
-    return Shift(up, octaves if octaves > 0 else LOSSY_OCTAVES)
+    offset = E4M3.emax - element.emax
+    if element.max * 2.0**offset > E4M3.max:
+        offset -= 1
+    smallest_exponent = 1 - element.bias - element.mantissa_bits
+    exact_range = smallest_exponent + offset - SMALLEST_EXPONENT
+    return Rescaling(offset, exact_range if exact_range > 0 else LOSSY_RANGE)
 
 
 def is_exact(element: ElementFormat) -> bool:
-    """Whether no value of a row within the bound changes."""
+    """Whether no value of a row in range changes."""
     return element.bits < 8
 
 
 def why_not(format: Format) -> str | None:
-    """Why operands of a format cannot be re-expressed; None if they can."""
+    """Why operands of a format cannot be row-scaled; None if they can."""
     if format.global_scale or format.scale.significant_bits != 1:
         return f"needs scales that are powers of two, {format} has {format.scale.name} scales"
     if format.element.is_integer or format.element.mantissa_bits > E4M3.mantissa_bits:
@@ -102,8 +119,8 @@ def element_codes(operand: Operand) -> Tensor:
     return values.to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def _of_each_value(per_block: Tensor, operand: Operand) -> Tensor:
-    """Something of each block as a matrix of values."""
+def _for_each_value(per_block: Tensor, operand: Operand) -> Tensor:
+    """Something of each block, repeated for its values: a matrix."""
     (rows, cols), (height, width) = operand.format.block, operand.shape
     out = per_block
     if width != out.shape[1]:
@@ -114,7 +131,7 @@ def _of_each_value(per_block: Tensor, operand: Operand) -> Tensor:
 
 
 def _exponents(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
-    """(int32 e, whether NaN, whether no power of two) of the scale 2^(e - 127) of each block."""
+    """(biased exponent int32, whether NaN, whether not a power of two) of the scale of each block."""
     if operand.format.scale is E8M0:
         byte = operand.scale.to(torch.int32)
         return byte, byte == 255, byte < 0
@@ -124,36 +141,37 @@ def _exponents(operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
     return (bits >> 23) & 0xFF, nan, ~(power | (bits == 0x00400000) | nan)
 
 
-def row_scaled(operand: Operand, any_distance: bool = False) -> RowScaled:
-    """A matrix of a format that ``why_not`` accepts, re-expressed. Plain torch on any device.
+def row_scaled(operand: Operand, unlimited_range: bool = False) -> RowScaled:
+    """The row-scaled form of a matrix of a format that ``why_not`` accepts. Plain torch on any device.
 
-    ``any_distance``: no row is beyond the bound because of the distance between its blocks.
+    ``unlimited_range``: no row is out of range because of its exponent range.
     """
-    element, (up, octaves) = operand.format.element, shift_of(operand.format.element)
+    element, (offset, max_range) = operand.format.element, rescaling_of(operand.format.element)
     codes = element_codes(operand)
-    exponent, nan, odd = (_of_each_value(t, operand) for t in _exponents(operand))
-    live = ((codes & 0x7F) > 0) & ~nan
+    exponent, nan, unfit = (_for_each_value(t, operand) for t in _exponents(operand))
+    nonzero = ((codes & 0x7F) > 0) & ~nan
     if element.bits == 8 and element.mantissa_bits == 2:
-        odd = odd | ((codes & 0x7F) >= 0x7C)  # E4M3 has no infinity
-    top = torch.where(live, exponent, -1).amax(1, keepdim=True)
-    low = top if any_distance else torch.where(live, exponent, 1000).amin(1, keepdim=True)
-    nan_row, zero = nan.any(1, keepdim=True), top < 0
-    top = top.clamp(min=127 + up - MAX_EXPONENT)
-    beyond = (top - low > octaves) | (top - 127 - up > MAX_EXPONENT) | (odd & live).any(1, keepdim=True)
-    beyond &= ~nan_row & ~zero
-    scale = torch.where(zero, 1.0, ((top - up).clamp(1, 254) << 23).view(torch.float32))
-    scale = torch.where(nan_row | beyond, float("nan"), scale)
-    power = (exponent - top + up).clamp(-126, 127)
+        unfit = unfit | ((codes & 0x7F) >= 0x7C)  # E4M3 has no infinity
+    row_exponent = torch.where(nonzero, exponent, -1).amax(1, keepdim=True)
+    lowest = row_exponent if unlimited_range else torch.where(nonzero, exponent, 1000).amin(1, keepdim=True)
+    nan_row, zero_row = nan.any(1, keepdim=True), row_exponent < 0
+    row_exponent = row_exponent.clamp(min=127 + offset - MAX_SCALE_EXPONENT)
+    out_of_range = (row_exponent - lowest > max_range) | (row_exponent - 127 - offset > MAX_SCALE_EXPONENT)
+    out_of_range |= (unfit & nonzero).any(1, keepdim=True)
+    out_of_range &= ~nan_row & ~zero_row
+    scale = torch.where(zero_row, 1.0, ((row_exponent - offset).clamp(1, 254) << 23).view(torch.float32))
+    scale = torch.where(nan_row | out_of_range, float("nan"), scale)
+    shift = (exponent - row_exponent + offset).clamp(-126, 127)
     values = decode_elements(codes.view(element.dtype if element.bits == 8 else torch.float8_e4m3fn), E4M3)
-    moved = (values * ((power + 127) << 23).view(torch.float32)).clamp(-E4M3.max, E4M3.max)
-    moved = torch.where(moved.isnan(), NAN_CODE, moved.to(torch.float8_e4m3fn).view(torch.uint8))
-    moved = torch.where(beyond, codes, moved)
-    return RowScaled(moved, scale, beyond.squeeze(1).to(torch.uint8))
+    rescaled = (values * ((shift + 127) << 23).view(torch.float32)).clamp(-E4M3.max, E4M3.max)
+    rescaled = torch.where(rescaled.isnan(), NAN_CODE, rescaled.to(torch.float8_e4m3fn).view(torch.uint8))
+    rescaled = torch.where(out_of_range, codes, rescaled)
+    return RowScaled(rescaled, scale, out_of_range.squeeze(1).to(torch.uint8))
 
 
 def row_values(rows: RowScaled, operand: Operand) -> Tensor:
-    """The float32 values that a re-expressed matrix stands for; those of ``operand`` in rows beyond the bound."""
+    """The float32 values that a row-scaled matrix stands for; those of ``operand`` in rows that are out of range."""
     from .reference import decode_local
 
-    moved = rows.codes.view(torch.float8_e4m3fn).to(torch.float32) * rows.scale
-    return torch.where(rows.beyond.bool().unsqueeze(1), decode_local(operand), moved)
+    rescaled = rows.codes.view(torch.float8_e4m3fn).to(torch.float32) * rows.scale
+    return torch.where(rows.out_of_range.bool().unsqueeze(1), decode_local(operand), rescaled)

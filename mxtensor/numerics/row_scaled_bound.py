@@ -1,6 +1,6 @@
 """How far a product of row-scaled E4M3 may be from the product of its operands: the contract of ``fp8_rows``.
 
-Three errors add up: values that E4M3 cannot hold under the scale of their row (``row_scaled.py``), the sums of the
+Three errors add up: the rounding of values that are rescaled to E4M3 (``row_scaled.py``), the sums of the
 tensor cores, and the one rounding of the result.
 
 Hopper's FP8 instructions add 32 products to a sum with 13 bits behind the leading one: each of the 33 addends loses
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .operand import Operand
 from .reference import decode_local
-from .row_scaled import LOSS, is_exact, row_scaled
+from .row_scaled import MAX_ERROR, is_exact, row_scaled
 
 HOPPER_SUMS = 4 * 33 * 2.0**-13
 """What sums on Hopper lose at most, of sum |a||b|."""
@@ -25,11 +25,11 @@ FLOAT32_SUMS = 2.0**-18
 """The same for float32 sums of up to 16 thousand products by pairs, or of tensor cores for 16 bits."""
 
 
-def _change(operand: Operand) -> Tensor:
-    """How much each value of a row may change, float64 (rows, 1)."""
+def _rescaling_error(operand: Operand) -> Tensor:
+    """How much each value of a row may change when it is rescaled, float64 (rows, 1)."""
     rows = row_scaled(operand)
-    exact = rows.beyond.bool().unsqueeze(1) | rows.scale.isnan()
-    return torch.where(exact, 0.0, (0.0 if is_exact(operand.format.element) else LOSS) * rows.scale.double())
+    no_error = rows.out_of_range.bool().unsqueeze(1) | rows.scale.isnan()
+    return torch.where(no_error, 0.0, (0.0 if is_exact(operand.format.element) else MAX_ERROR) * rows.scale.double())
 
 
 def product_bound(a: Operand, b: Operand, out_dtype: torch.dtype, sums: float, bias: Tensor | None = None) -> Tensor:
@@ -39,10 +39,10 @@ def product_bound(a: Operand, b: Operand, out_dtype: torch.dtype, sums: float, b
     result below the normal numbers of ``out_dtype``, or of float32, may be zero.
     """
     left, right = decode_local(a).double().abs(), decode_local(b).double().abs()
-    changes = _change(a), _change(b)
-    moved = changes[0] * right.sum(1) + left.sum(1, keepdim=True) * changes[1].t()
-    moved = moved + a.shape[1] * changes[0] * changes[1].t()
-    before = moved + sums * (left @ right.t() + moved)
+    errors = _rescaling_error(a), _rescaling_error(b)
+    from_rescaling = errors[0] * right.sum(1) + left.sum(1, keepdim=True) * errors[1].t()
+    from_rescaling = from_rescaling + a.shape[1] * errors[0] * errors[1].t()
+    before = from_rescaling + sums * (left @ right.t() + from_rescaling)
     limits = torch.finfo(out_dtype)
     return before + limits.eps / 2 * (exact_product(a, b, bias).abs() + before) + 2 * limits.smallest_normal
 

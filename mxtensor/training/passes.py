@@ -171,7 +171,7 @@ class SavedOperands(NamedTuple):
     weight: SavedOperand
     dgrad_want: Want
     """The form in which dgrad wants its operands."""
-    w_extremes: bool = False
+    w_exponents: bool = False
     """Whether what the cast of the weight for dgrad needs of its columns comes before the weight."""
 
 
@@ -213,9 +213,9 @@ def forward(
     w_row: GemmOperand | None
     w_col: GemmOperand | None
     if cached is not None:
-        w_row, w_col, w_extremes = *cached, None
+        w_row, w_col, w_exponents = *cached, None
     else:
-        w_row, w_col, w_extremes = _weight_operands(values_of(weight), products, wants, scales_of(scales, WEIGHT))
+        w_row, w_col, w_exponents = _weight_operands(values_of(weight), products, wants, scales_of(scales, WEIGHT))
     y = products.run("fprop", x_row, w_row, bias)
     x_saved, x_tensors = saved(x_col if x_col is not None else x if need_dw else None)
     # A quantized weight is saved whole, like any parameter: torch sees that it was written before the backward pass.
@@ -223,8 +223,8 @@ def forward(
     w_saved, w_tensors = saved(weight if whole else w_col)
     # As in torch's own linear layer: FSDP2 warns of modules whose result is a view.
     y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[-2]))
-    extremes = [] if w_extremes is None else [w_extremes]  # the weight is the last
-    return y, [*x_tensors, *extremes, *w_tensors], SavedOperands(x_saved, w_saved, wants.dgrad, bool(extremes))
+    exponents = [] if w_exponents is None else [w_exponents]  # the weight is the last
+    return y, [*x_tensors, *exponents, *w_tensors], SavedOperands(x_saved, w_saved, wants.dgrad, bool(exponents))
 
 
 def cast_weight(
@@ -286,13 +286,13 @@ def _weight_operands(
 
 
 def _weight_for_dgrad(
-    weight: Tensor, products: Products, extremes: Tensor | None, want: Want, scales: Any
+    weight: Tensor, products: Products, exponents: Tensor | None, want: Want, scales: Any
 ) -> GemmOperand | None:
-    """The operand of dgrad from a weight that was saved as it is; ``extremes``: what ``_weight_operands`` gave."""
+    """The operand of dgrad from a weight that was saved as it is; ``exponents``: what ``_weight_operands`` gave."""
     linear_recipe = products.recipe
-    if extremes is not None:
+    if exponents is not None:
         assert linear_recipe.weight.columnwise is not None
-        return cast_columns_later(values_of(weight), linear_recipe.weight.columnwise, extremes)
+        return cast_columns_later(values_of(weight), linear_recipe.weight.columnwise, exponents)
     if weight.dim() > 2:
         return copies_of(values_of(weight), linear_recipe.weight, (None, want), scales, None, products.own_scales)[1]
     return transposed(weight, linear_recipe, want, scales)
@@ -308,7 +308,7 @@ def backward(
     scales: Scales | None, groups: Groups | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of x, weight and bias; ``tensors`` are those that ``forward`` gave to save."""
-    x_saved, w_saved, dgrad_want, has_extremes = operands
+    x_saved, w_saved, dgrad_want, has_exponents = operands
     linear_recipe, tensors = options.linear_recipe, iter(tensors)
     need_dx, need_dw, need_db = inputs.needs
     x_dtype, w_dtype, bias_dtype, dtype = inputs.dtypes
@@ -316,7 +316,7 @@ def backward(
     products = Products(linear_recipe, options.prefer, dtype, groups, own_scales)
     dx = dw = db = None
     x_col = x_saved.gemm_operand(tensors)
-    w_extremes = next(tensors) if has_extremes else None
+    w_exponents = next(tensors) if has_exponents else None
     weight = w_saved.gemm_operand(tensors)
     g = grad if inputs.stacked else as_matrix(grad)
     wgrad_want: Want = None
@@ -330,7 +330,7 @@ def backward(
     if need_dx:
         w_col = weight
         if w_saved.format is None:
-            w_col = _weight_for_dgrad(weight, products, w_extremes, dgrad_want, scales_of(scales, WEIGHT))
+            w_col = _weight_for_dgrad(weight, products, w_exponents, dgrad_want, scales_of(scales, WEIGHT))
         dx = products.run("dgrad", g_row, w_col).to(x_dtype).view(inputs.shape)
         del g_row, w_col
     if need_dw:

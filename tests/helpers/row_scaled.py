@@ -41,15 +41,15 @@ def same(got, expected):
 
 
 def check_rows(made, expected, cols):
-    codes, scale, beyond = made[:3]
+    codes, scale, out_of_range = made[:3]
     rows = expected.codes.shape[0]
     used = ~(
-        expected.scale[:, 0].isnan() & ~expected.beyond.bool()
+        expected.scale[:, 0].isnan() & ~expected.out_of_range.bool()
     )  # a row with a NaN scale is NaN, whatever its codes
     assert torch.equal(codes[:rows, :cols][used], expected.codes[used]) and not codes[rows:].any()
     assert not codes[:rows, cols:][used].any()
     assert same(scale[:rows], expected.scale) and (scale[rows:] == 1).all()
-    assert torch.equal(beyond[:rows], expected.beyond) and not beyond[rows:].any()
+    assert torch.equal(out_of_range[:rows], expected.out_of_range) and not out_of_range[rows:].any()
 
 
 def assert_within_the_bound(y, a, b, bias=None, sums=FLOAT32_SUMS):

@@ -164,7 +164,7 @@ E4M3_PAIR = "cvt.rn.satfinite.e4m3x2.f32"
 WGMMA = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
 WGMMA_OF_GROUPS = {"of gradients": WGMMA.replace("e4m3.", "e5m2.", 1), "values": "m64n128k16.f32.bf16.bf16"}
 """Word in the label of a product of groups -> the instruction of other operands than E4M3."""
-WITHOUT_CASTS = ("amax_of_tensor", "extremes_of_both", "places_of_groups")
+WITHOUT_CASTS = ("amax_of_tensor", "exponents_of_both", "map_tiles_of_groups")
 """Kernels that read values and write none."""
 
 
@@ -204,7 +204,7 @@ def transposed_values(name: str, dtype: torch.dtype) -> None:
 
 
 def row_operand(name: str, multiple: int) -> RowOperand:
-    """4096x4096 values re-expressed."""
+    """4096x4096 values rescaled."""
     whole = operand(name)
     made = fp8_rows_operand.empty_rows(4096, 4096, whole.data.device)
     return RowOperand(*made, whole.scale, whole.format, (4096, 4096))
@@ -263,7 +263,7 @@ def product_of_groups(
 
 
 def exact(left: str, right: str, bias: bool) -> None:
-    """The product of rows beyond the bound."""
+    """The exact product of rows out of range."""
     out, added = torch.empty(4096, 4096, dtype=BF16, device="meta"), torch.empty(4096, dtype=BF16, device="meta")
     fp8_rows.exact_rows(row_operand(left, 1), row_operand(right, 16), added if bias else None, out)
 

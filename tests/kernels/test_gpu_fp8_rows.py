@@ -48,10 +48,10 @@ def test_operands_are_the_definition_bit_for_bit(name, cols):
         made = [rows_of_operand(matrix_of(operand), 16)]
         if why_not_in_one(x, cast) is None:
             made.append(rows_of_values(x, cast))
-        for codes, scale, beyond, *_ in made:
-            used = ~(expected.scale[:, 0].isnan() & ~expected.beyond.bool())
+        for codes, scale, out_of_range, *_ in made:
+            used = ~(expected.scale[:, 0].isnan() & ~expected.out_of_range.bool())
             assert torch.equal(codes[:40, :cols][used], expected.codes[used])
-            assert same(scale[:40], expected.scale) and torch.equal(beyond[:40], expected.beyond)
+            assert same(scale[:40], expected.scale) and torch.equal(out_of_range[:40], expected.out_of_range)
 
 
 @pytest.mark.parametrize("shape", [(512, 4096), (2048, 96), (48, 2880), (1040, 1040)])
@@ -64,32 +64,32 @@ def test_operands_of_both_are_those_of_two_casts(dtype, name, shape):
     x = x.to(dtype)
     for made, source in zip(rows_of_both(x, cast), (x, x.t().contiguous()), strict=True):
         operand = encode(source, cast)
-        expected = row_scaled(operand, any_distance=True)
-        used = ~(expected.scale[:, 0].isnan() & ~expected.beyond.bool())
+        expected = row_scaled(operand, unlimited_range=True)
+        used = ~(expected.scale[:, 0].isnan() & ~expected.out_of_range.bool())
         assert torch.equal(made.codes[used], expected.codes[used])
-        assert same(made.row_scale, expected.scale) and torch.equal(made.beyond, expected.beyond)
-        beyond = expected.beyond.bool()
-        assert torch.equal(made.scale[beyond], operand.scale[beyond]) and beyond.any()
+        assert same(made.row_scale, expected.scale) and torch.equal(made.out_of_range, expected.out_of_range)
+        out_of_range = expected.out_of_range.bool()
+        assert torch.equal(made.scale[out_of_range], operand.scale[out_of_range]) and out_of_range.any()
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2"])
-def test_blocks_of_both_at_every_distance_below_the_top(name):
+def test_blocks_of_both_at_every_distance(name):
     cast, step = mx.Cast.of(name), torch.arange(2048, device="cuda") // 32
     x = (torch.randn(2048, 2048, device="cuda").clamp(-4, 4) * 2.0 ** -(step[:, None] + step).float()).to(BF16)
     for made, source in zip(rows_of_both(x, cast), (x, x.t().contiguous()), strict=True):
-        expected = row_scaled(encode(source, cast), any_distance=True)
-        assert torch.equal(made.codes, expected.codes) and not made.beyond.any()
+        expected = row_scaled(encode(source, cast), unlimited_range=True)
+        assert torch.equal(made.codes, expected.codes) and not made.out_of_range.any()
 
 
-def test_rows_far_apart_are_multiplied_exactly():
-    """Marked rows on both sides, in any number, are those of the exact product."""
+def test_rows_out_of_range_are_multiplied_exactly():
+    """Flagged rows on both sides, in any number, are those of the exact product."""
     x, w = values(1024, 2048, False), values(512, 2048, False)
     for count in (1, 63, 64, 65, 700):
         left, right = x.clone(), w.clone()
         left[torch.randperm(1024)[:count], :32] *= 2.0**30
         right[torch.randperm(512)[: count // 2], 32:64] *= 2.0**-30
         a, b = (encode(t, mx.Cast.of("mxfp8")) for t in (left, right))
-        assert row_scaled(a).beyond.sum() >= count
+        assert row_scaled(a).out_of_range.sum() >= count
         assert_within_the_bound(fp8_rows.run(a, b, GemmArgs(BF16)), a, b, sums=2.0**-10)
 
 
@@ -133,7 +133,7 @@ def test_compiled_and_captured_it_finds_the_rows_of_later_values():
     narrow, wide = values(512, 4096, False), values(512, 4096, True)
     with torch.no_grad():
         compiled = torch.compile(layer)
-        for x in (narrow, wide):  # a graph may take another kernel, because it re-expresses the weight each time
+        for x in (narrow, wide):  # a graph may take another kernel, because it rescales the weight each time
             y, eager = compiled(x), layer(x)
             assert torch.equal(y.isnan(), eager.isnan())
             fine = eager.isfinite() & y.isfinite()

@@ -1,9 +1,9 @@
 """MX operands on FP8 tensor cores without block-scaled instructions: row-scaled E4M3 through ``torch._scaled_mm``.
 
-Both operands are re-expressed as E4M3 codes with one power of two a row and multiplied with float32 scales for rows.
-``numerics/row_scaled.py`` has the bound of what that changes. Activations are cast straight to that form. Rows beyond
-the bound are multiplied again from their own codes and scales: the device finds them, the host does not wait
-(``triton_device/row_scaled_exact.py``).
+Both operands are rescaled to E4M3 codes with one power of two a row and multiplied with float32 scales for rows.
+``numerics/row_scaled.py`` defines that form, with a glossary; ``numerics/row_scaled_bound.py`` bounds the error.
+Activations are cast straight to that form. Rows that are out of range are multiplied again from their own codes and
+scales: the device finds them, the host does not wait (``triton_device/row_scaled_exact.py``).
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ MIN_VALUES = 3 << 19
 """Values of the result below which other kernels are as fast, on GPUs whose costs were not measured: on an H200."""
 HALVES = (torch.bfloat16, torch.float16)
 EXACT_TILE = (64, 64, 64, 8)
-"""(rows, columns, K, warps) of the product of rows beyond the bound."""
-MARKS, PART = 8192, 512
-"""Marks of rows that a program counts at a time, and among which it finds the rows of a tile."""
+"""(rows, columns, K, warps) of the product of rows out of range."""
+COUNT_CHUNK, FIND_STEP = 8192, 512
+"""Flags that a program of the exact product counts at a time, and among which it finds the rows of a tile."""
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -116,7 +116,7 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
 
 
 def exact_rows(a: RowOperand, b: RowOperand, bias: Tensor | None, out: Tensor) -> None:
-    """Write the product of rows beyond the bound over their part of ``out``."""
+    """Write the product of rows out of range over their part of ``out``."""
     (rows, cols), width = a.shape, b.shape[0]
     high, wide, deep, warps = EXACT_TILE
     device = out.device
@@ -132,11 +132,11 @@ def exact_rows(a: RowOperand, b: RowOperand, bias: Tensor | None, out: Tensor) -
             device_code("row_scaled_exact.exact_rows"),
             min(tiles, multiprocessors(device)),
             (
-                a.codes.view(torch.uint8), a.row_scale, a.beyond, a.scale, b.codes.view(torch.uint8), b.row_scale,
-                b.beyond, b.scale, bias, out, rows, width, cols, a.codes.shape[1], a.scale.stride(0),
+                a.codes.view(torch.uint8), a.row_scale, a.out_of_range, a.scale, b.codes.view(torch.uint8), b.row_scale,
+                b.out_of_range, b.scale, bias, out, rows, width, cols, a.codes.shape[1], a.scale.stride(0),
                 b.codes.shape[1], b.scale.stride(0), out.stride(0),
             ),
-            (*sides, *blocks, high, wide, deep, MARKS, PART, not triton_launch.interpreted()),
+            (*sides, *blocks, high, wide, deep, COUNT_CHUNK, FIND_STEP, not triton_launch.interpreted()),
             warps,
         )  # fmt: skip
 
@@ -157,16 +157,16 @@ def multiply(a: RowOperand, b: RowOperand, bias: Tensor | None, out_dtype: torch
 
 
 def _check_side(op: str, tensors: list[Tensor], format: Format, cols: int) -> RowOperand:
-    codes, row_scale, beyond, scale = tensors
+    codes, row_scale, out_of_range, scale = tensors
     device = codes.device
     check_argument(op, "codes", codes, (torch.uint8,), (None, -(-cols // INNER) * INNER), device)
     rows = codes.shape[0]
     check_argument(op, "row scales", row_scale, (torch.float32,), (rows, 1), device)
-    check_argument(op, "marks", beyond, (torch.uint8,), (rows,), device)
+    check_argument(op, "flags", out_of_range, (torch.uint8,), (rows,), device)
     check_argument(op, "scales", scale, (format.scale.dtype,), format.scale_shape((rows, cols)), device)
     if not all(t.is_contiguous() for t in tensors[:3]) or scale.stride(1) != 1:
-        raise ValueError(f"{op}: codes, row scales, marks and rows of scales must be contiguous; use contiguous()")
-    return RowOperand(codes, row_scale, beyond, scale, format, (rows, cols))
+        raise ValueError(f"{op}: codes, row scales, flags and rows of scales must be contiguous; use contiguous()")
+    return RowOperand(codes, row_scale, out_of_range, scale, format, (rows, cols))
 
 
 def _check_result(op: str, codes: Tensor, bias: Tensor | None, width: int, out_dtype: torch.dtype) -> None:
@@ -183,7 +183,7 @@ def fp8_rows_mm(
     a: list[Tensor], b: list[Tensor], a_format: str, b_format: str, cols: int, bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """``multiply`` of checked arguments. a, b: codes, row scales, marks, scales of blocks."""
+    """``multiply`` of checked arguments. a, b: codes, row scales, flags, scales of blocks."""
     op = "mxtensor::fp8_rows_mm"
     left, right = _check_side(op, a, get_format(a_format), cols), _check_side(op, b, get_format(b_format), cols)
     _check_result(op, left.codes, bias, right.shape[0], out_dtype)
@@ -203,15 +203,15 @@ def fp8_rows_stored_mm(
 ) -> Tensor:  # fmt: skip
     """``multiply`` by a stored weight of ``shape`` (..., K), whose row-scaled form is cached.
 
-    a: codes, row scales, marks, scales of blocks.
+    a: codes, row scales, flags, scales of blocks.
     """
     op, weight = "mxtensor::fp8_rows_stored_mm", get_format(b_format)
     operand = check_codes(op, data, scale, None, weight, tuple(shape))
     left = _check_side(op, a, get_format(a_format), shape[-1])
     matrix = matrix_of(operand)
     _check_result(op, left.codes, bias, matrix.shape[0], out_dtype)
-    codes, row_scale, beyond = fp8_rows_cache.weight_rows(operand, matrix, in_graph=True)
-    right = RowOperand(codes, row_scale, beyond, matrix.scale, weight, (matrix.shape[0], matrix.shape[1]))
+    codes, row_scale, out_of_range = fp8_rows_cache.weight_rows(operand, matrix, in_graph=True)
+    right = RowOperand(codes, row_scale, out_of_range, matrix.scale, weight, (matrix.shape[0], matrix.shape[1]))
     return multiply(left, right, None if bias is None else bias.contiguous(), out_dtype)
 
 
@@ -237,8 +237,8 @@ def row_operand(side: Operand | Unquantized | RowOperand, traced: bool, weight: 
             tensors = (
                 cast_to_rows(x.detach(), *cast_arguments(side.cast), False) if traced else rows_of_values(x, side.cast)
             )
-            codes, row_scale, beyond, scale = tensors
-            return RowOperand(codes, row_scale, beyond, scale, side.format, (x.shape[0], x.shape[1]))
+            codes, row_scale, out_of_range, scale = tensors
+            return RowOperand(codes, row_scale, out_of_range, scale, side.format, (x.shape[0], x.shape[1]))
         side = quantize_operand(x, side.cast)
     elif not traced:
         check_sizes(side)
@@ -249,19 +249,19 @@ def row_operand(side: Operand | Unquantized | RowOperand, traced: bool, weight: 
         made = fp8_rows_cache.weight_rows(side, matrix)
     else:
         made = rows_of_operand(matrix, 1)
-    codes, row_scale, beyond = made
-    return RowOperand(codes, row_scale, beyond, matrix.scale, matrix.format, (matrix.shape[0], matrix.shape[1]))
+    codes, row_scale, out_of_range = made
+    return RowOperand(codes, row_scale, out_of_range, matrix.scale, matrix.format, (matrix.shape[0], matrix.shape[1]))
 
 
 def _tell(a: RowOperand, b: RowOperand, spec: Spec) -> None:
     """Log how many rows took the exact path; an open ``explain()`` waits for the device."""
     if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    counts = [int(side.beyond.sum()) for side in (a, b)]
+    counts = [int(side.out_of_range.sum()) for side in (a, b)]
     if any(counts):
         shapes = tuple((n, side.shape[1]) for n, side in zip(counts, (a, b), strict=True))
-        reason = f"{counts[0]} rows of the left operand and {counts[1]} of the right one span too many octaves"
-        record(spec._replace(op="rows beyond the bound", shapes=shapes), "fp8_rows exact", {"fp8_rows": reason})
+        reason = f"{counts[0]} rows of the left operand and {counts[1]} of the right one are out of range"
+        record(spec._replace(op="rows out of range", shapes=shapes), "fp8_rows exact", {"fp8_rows": reason})
 
 
 def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor:
@@ -271,12 +271,12 @@ def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor
     left = row_operand(a, traced, False)
     bias = None if args.bias is None or args.beta == 0 else args.bias
     if traced and isinstance(a, Unquantized) and isinstance(b, Operand) and rows < fp8_rows_cache.ON_THE_FLY:
-        side, names = [left.codes, left.row_scale, left.beyond, left.scale], (left.format.name, b.format.name)
+        side, names = [left.codes, left.row_scale, left.out_of_range, left.scale], (left.format.name, b.format.name)
         out = fp8_rows_stored_mm(side, b.data, b.scale, *names, list(b.shape), bias, args.out_dtype)
         return out if len(shape) == 2 else out.view(shape)  # type: ignore[no-any-return]
     right = row_operand(b, traced, True)
     if traced:
-        sides = [[side.codes, side.row_scale, side.beyond, side.scale] for side in (left, right)]
+        sides = [[side.codes, side.row_scale, side.out_of_range, side.scale] for side in (left, right)]
         names = left.format.name, right.format.name
         out = fp8_rows_mm(*sides, *names, left.shape[1], bias, args.out_dtype)
     else:

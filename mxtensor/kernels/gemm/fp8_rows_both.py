@@ -1,12 +1,12 @@
 """Row-scaled operands of a matrix and of its transpose, for training: two reads of the values, and no codes between.
 
-Host side of ``triton_device/row_scaled_both.py`` and ``row_scaled_one_read.py``. The first pass finds the largest scale
-of each column, and casts the rows: they stay in registers until their scale is known. The second one casts the columns.
-Rows that are longer than that or few, square blocks, and values rounded stochastically are cast both ways in the second
-pass; then the first finds the largest scales of rows, too. A cast casts and re-expresses at once. Blocks may be
-any distance apart: see ``numerics/row_scaled.py``. The kernels read words of two bfloat16; values of other dtypes, such
-as float32 weights under torch.autocast, take a cast each way. Square blocks of the transpose are those of the matrix,
-transposed.
+Host side of ``triton_device/row_scaled_rows_first.py``, ``row_scaled_exponents.py`` and ``row_scaled_both.py``. The
+first pass finds the exponent of each column, and casts the rows: they stay in registers until their scale is known. The
+second one casts the columns. Rows that are longer than that or few, square blocks, and values rounded stochastically
+are cast both ways in the second pass; then the first finds the exponents of rows, too. Values are cast and rescaled in
+one kernel, with unlimited range (the glossary of ``numerics/row_scaled.py`` has the terms). The kernels read words of
+two bfloat16; values of other dtypes, such as float32 weights under torch.autocast, take a cast each way. Square blocks
+of the transpose are those of the matrix, transposed.
 
 A stack of matrices is cast as its matrices are, and rows in groups as each group is: a column has scales of its own in
 each matrix and each group. The ends of the groups stay on the device.
@@ -37,8 +37,8 @@ WIDEST = 16384
 """Columns of a row that one program keeps in registers."""
 BUSY = 12
 """Warps of a multiprocessor that keep it busy: what the cast of rows as they are read needs to be faster."""
-PLACES = 1024
-"""Pairs of a tile and a group that a program which finds the places of tiles looks at."""
+TILE_MAP_PAIRS = 1024
+"""Pairs of a tile and a group that one program of ``map_tiles_of_groups`` compares."""
 PADS = (32, 64, 128)
 """Rows to which groups may be padded: a tile of rows is a multiple."""
 Pair = tuple[RowOperand | None, RowOperand | None]
@@ -130,12 +130,12 @@ class _Matrices(NamedTuple):
         return self.groups.length // high + self.number + 2
 
 
-def _places(groups: Groups, high: int, tiles: int) -> Tensor:
-    """int32 (tiles, 8): the places of tiles of so many rows, by ``row_scaled_places.places_of_groups``."""
+def _tile_map(groups: Groups, high: int, tiles: int) -> Tensor:
+    """int32 (tiles, 8): the tile map of tiles of so many rows, by ``row_scaled_tile_map.map_tiles_of_groups``."""
     out, power = torch.empty(tiles, 8, dtype=torch.int32, device=groups.given.device), power_above(groups.number)
-    many = max(1, PLACES // power)
+    many = max(1, TILE_MAP_PAIRS // power)
     launch(
-        device_code("row_scaled_places.places_of_groups"),
+        device_code("row_scaled_tile_map.map_tiles_of_groups"),
         ceil_div(tiles, many),
         (groups.given.contiguous(), out, groups.number, groups.rows, groups.length // groups.block, tiles),
         (high, groups.block, power, many),
@@ -156,48 +156,50 @@ class _Passes:
         self.spans, self.wide, self.warps = tiles.ROW_SCALED[form]
         self.high = max(self.spans * 32, self.block, matrices.pad)
         self.count = matrices.tiles(self.high)
-        places = None if matrices.groups is None else _places(matrices.groups, self.high, self.count)
-        self.given = places, matrices.number, matrices.rows, self.words, self.x.stride(0) // 2
+        tile_map = None if matrices.groups is None else _tile_map(matrices.groups, self.high, self.count)
+        self.given = tile_map, matrices.number, matrices.rows, self.words, self.x.stride(0) // 2
 
     def even(self, wide: int) -> tuple[bool, bool]:
         """Whether all tiles of so many words, and all their rows, are whole."""
         whole = self.words % wide == 0
         return whole and self.matrices.groups is None and self.matrices.rows % self.high == 0, whole
 
-    def rows_and_extremes(self, row: RowOperand, of_columns: Tensor) -> None:
-        """Fill the operand of the rows and find the extremes of the columns."""
-        low, wide, warps = _one_read(self.block, self.words)
+    def rows_and_column_exponents(self, row: RowOperand, column_exponents: Tensor) -> None:
+        """Fill the operand of the rows and find the exponents of the columns."""
+        low, wide, warps = _rows_first_tile(self.block, self.words)
         launch(
-            device_code("row_scaled_one_read.rows_and_extremes"),
+            device_code("row_scaled_rows_first.rows_and_column_exponents"),
             self.count * (self.high // self.block),
-            (self.x, of_columns, *row[:4], *self.given, ceil_div(2 * self.words, self.block)),
+            (self.x, column_exponents, *row[:4], *self.given, ceil_div(2 * self.words, self.block)),
             (self.code, self.constants, self.high, low, wide, *self.even(wide), self.matrices.pad),
             warps,
         )
 
-    def extremes(self, of_rows: Tensor | None, of_columns: Tensor) -> None:
-        """Find the extremes of the columns and, if there is memory for them, of the rows."""
-        wide, warps = tiles.EXTREMES
+    def exponents(self, row_exponents: Tensor | None, column_exponents: Tensor) -> None:
+        """Find the exponent words of the columns and, if there is memory for them, of the rows."""
+        wide, warps = tiles.EXPONENTS
         wide = max(wide, self.block // 2)
         launch(
-            device_code("row_scaled_both.extremes_of_both"),
+            device_code("row_scaled_exponents.exponents_of_both"),
             self.count * ceil_div(self.words, wide),
-            (self.x, of_rows, of_columns, *self.given),
+            (self.x, row_exponents, column_exponents, *self.given),
             (
-                self.code, self.constants, self.high, wide, of_rows is not None, *self.even(wide), self.matrices.pad,
-                self.cast.format.square,
+                self.code, self.constants, self.high, wide, row_exponents is not None, *self.even(wide),
+                self.matrices.pad, self.cast.format.square,
             ),
             warps,
         )  # fmt: skip
 
-    def casts(self, row: RowOperand | None, column: RowOperand, of_rows: Tensor | None, of_columns: Tensor) -> None:
+    def casts(
+        self, row: RowOperand | None, column: RowOperand, row_exponents: Tensor | None, column_exponents: Tensor
+    ) -> None:
         """Fill the operand of the transpose, and that of the rows if it is given."""
         wide, length = max(self.wide, self.block // 2), column.shape[-1]
         launch(
             device_code("row_scaled_both.cast_both_to_rows"),
             self.count * ceil_div(self.words, wide),
             (
-                self.x, of_rows, of_columns, *((None,) * 4 if row is None else row[:4]), *column[:4],
+                self.x, row_exponents, column_exponents, *((None,) * 4 if row is None else row[:4]), *column[:4],
                 seed_of(self.cast, self.x.device), *self.given, self.words, ceil_div(2 * self.words, self.block),
                 ceil_div(length, self.block), length // INNER,
             ),
@@ -213,64 +215,64 @@ def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand
     """Fill both operands from the matrix of all rows."""
     (rows, cols), device = x.shape, x.device
     columns, random = matrices.number * cols, cast.rounding is Rounding.STOCHASTIC
-    at_once = row is not None and why_not_at_once(x, cast) is None
-    form = "" if row is None or at_once else "random codes" if random else "codes"
-    extremes = zeros(columns + (rows if form else 0), device)
-    of_columns, of_rows = extremes[:columns], extremes[columns:] if form else None
+    rows_first = row is not None and why_not_rows_first(x, cast) is None
+    form = "" if row is None or rows_first else "random codes" if random else "codes"
+    exponents = zeros(columns + (rows if form else 0), device)
+    column_exponents, row_exponents = exponents[:columns], exponents[columns:] if form else None
     with on(device):
         passes = _Passes(x, cast, matrices, form)
-        if at_once:
+        if rows_first:
             assert row is not None
-            passes.rows_and_extremes(row, of_columns)
+            passes.rows_and_column_exponents(row, column_exponents)
         else:
-            passes.extremes(of_rows, of_columns)
-        passes.casts(row if form else None, column, of_rows, of_columns)
+            passes.exponents(row_exponents, column_exponents)
+        passes.casts(row if form else None, column, row_exponents, column_exponents)
 
 
-# ---------------------------------------------------------------------------------------------- rows and extremes
+# ---------------------------------------------------------------------------------------------- rows and exponents
 
 
-def _one_read(block: int, words: int) -> tuple[int, int, int]:
-    """(rows at a time, words, warps) of a program that casts a block of rows and finds the extremes of columns."""
-    at_a_time, of_warp = tiles.ONE_READ
+def _rows_first_tile(block: int, words: int) -> tuple[int, int, int]:
+    """(rows at a time, words, warps) of a program that casts a block of rows and finds the exponents of columns."""
+    at_a_time, of_warp = tiles.ROWS_FIRST
     wide = max(block // 2, power_above(words - 1))
     low = max(1, min(block, at_a_time // wide))
     return low, wide, max(1, min(16, low * wide // of_warp[wide >= 2 * at_a_time]))
 
 
-def why_not_at_once(x: Tensor, cast: Cast) -> str | None:
-    """Why the rows of a matrix that ``why_not_both`` accepts are not cast in the pass that finds the extremes of its
+def why_not_rows_first(x: Tensor, cast: Cast) -> str | None:
+    """Why the rows of a matrix that ``why_not_both`` accepts are not cast in the pass that finds the exponents of its
     columns; None if they are."""
     if x.dtype is not torch.bfloat16 or cast.rounding is not Rounding.NEAREST or cast.format.square:
         return f"casts blocks along rows of bfloat16 to nearest, not {dtype_name(x.dtype)} to {cast.format}"
     rows, cols, block = math.prod(x.shape[:-1]), x.shape[-1], cast.format.block[1]
     if cols > WIDEST:
         return f"has at most {WIDEST} columns in registers, got {cols}"
-    if ceil_div(rows, block) * _one_read(block, cols // 2)[2] < BUSY * multiprocessors(x.device):
+    if ceil_div(rows, block) * _rows_first_tile(block, cols // 2)[2] < BUSY * multiprocessors(x.device):
         return f"does not fill the device with {rows} rows"
     return None
 
 
-def rows_and_extremes(x: Tensor, cast: Cast) -> tuple[RowOperand, Tensor]:
-    """The operand of a matrix or stack that ``why_not_both`` and ``why_not_at_once`` accept, and what
-    ``columns_by_extremes`` takes: int32 (matrices * cols,)."""
+def rows_and_column_exponents(x: Tensor, cast: Cast) -> tuple[RowOperand, Tensor]:
+    """The operand of a matrix or stack that ``why_not_both`` and ``why_not_rows_first`` accept, and what
+    ``columns_by_exponents`` takes, the exponent words of the columns: int32 (matrices * cols,)."""
     row, matrices = empty_operand(tuple(x.shape), cast, x.device), _Matrices.of(x)
-    extremes = zeros(matrices.number * x.shape[-1], x.device)
+    exponents = zeros(matrices.number * x.shape[-1], x.device)
     with on(x.device):
-        _Passes(rows_of(x), cast, matrices, "").rows_and_extremes(row, extremes)
-    return row, extremes
+        _Passes(rows_of(x), cast, matrices, "").rows_and_column_exponents(row, exponents)
+    return row, exponents
 
 
-def columns_by_extremes(x: Tensor, cast: Cast, extremes: Tensor) -> RowOperand:
-    """The operand of the transpose of what ``rows_and_extremes`` has read."""
+def columns_by_exponents(x: Tensor, cast: Cast, exponents: Tensor) -> RowOperand:
+    """The operand of the transpose of what ``rows_and_column_exponents`` has read."""
     column = empty_operand((*x.shape[:-2], x.shape[-1], x.shape[-2]), cast, x.device)
     with on(x.device):
-        _Passes(rows_of(x), cast, _Matrices.of(x), "").casts(None, column, None, extremes)
+        _Passes(rows_of(x), cast, _Matrices.of(x), "").casts(None, column, None, exponents)
     return column
 
 
 def _alone(x: Tensor, cast: Cast) -> RowOperand:
     """The row-scaled operand of a matrix or a stack, by a cast of its own."""
     out = empty_operand(tuple(x.shape), cast, x.device)
-    rows_of_values(x, cast, any_distance=True, into=out[:4])
+    rows_of_values(x, cast, unlimited_range=True, into=out[:4])
     return out

@@ -1,7 +1,7 @@
-"""Row-scaled operands of a matrix in square blocks, and of its transpose: codes first, which are then re-expressed.
+"""Row-scaled operands of a matrix in square blocks, and of its transpose: codes first, which are then rescaled.
 
-A block of the transpose is the transpose of a block, so one cast serves both. As in ``fp8_rows_both`` the blocks of a
-row may be any distance apart. Stacks of matrices are cast as one matrix of all rows.
+A block of the transpose is the transpose of a block, so one cast serves both. As in ``fp8_rows_both`` the range is
+unlimited (``numerics/row_scaled.py`` has a glossary). Stacks of matrices are cast as one matrix of all rows.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _row_scaled(operand: Operand, traced: bool) -> RowOperand:
     if traced:
         made = operand_to_rows(matrix.data, matrix.scale, matrix.format.name, matrix.shape[1], True)
     else:
-        made = rows_of_operand(matrix, 1, any_distance=True)
-    codes, row_scale, beyond = made
-    return RowOperand(codes, row_scale, beyond, matrix.scale, matrix.format, tuple(operand.shape))
+        made = rows_of_operand(matrix, 1, unlimited_range=True)
+    codes, row_scale, out_of_range = made
+    return RowOperand(codes, row_scale, out_of_range, matrix.scale, matrix.format, tuple(operand.shape))
 
 
 def _pair(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object, traced: bool) -> Pair:

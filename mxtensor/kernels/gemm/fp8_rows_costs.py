@@ -3,8 +3,8 @@
 All figures are microseconds in a CUDA graph on an H100 80GB HBM3 (torch 2.11, Triton 3.6), fitted to products of 128,
 512, 1024 and 4096 rows with weights of 4096x4096, 4096x14336 and 2880x2880 in MXFP8, MXFP4 and MXFP8 by MXFP4, and to
 products of 160, 256 and 512 rows with the weights of eight models in MXFP8 (``benchmarks.users layers``). They are
-in ``tests/kernels/gemm/test_fp8_rows_costs.py``, beside what the model says: within 35 % with a weight re-expressed
-before, 19 % with one re-expressed each time, 12 % for ``dequant``. Those of ``small_m`` are measured for its launch
+in ``tests/kernels/gemm/test_fp8_rows_costs.py``, beside what the model says: within 35 % with a weight rescaled
+before, 19 % with one rescaled each time, 12 % for ``dequant``. Those of ``small_m`` are measured for its launch
 configs (``small_m/costs.py``).
 
 A wave is a 128x128 tile of the result for each multiprocessor.
@@ -48,20 +48,20 @@ def _cast(values: int, format: Format) -> float:
     return LAUNCH + 3 * values / (2.8e6 if format.element.name == "e4m3" else 1.9e6)
 
 
-def _re_express(values: int, format: Format) -> float:
+def _rescale(values: int, format: Format) -> float:
     """Stored codes to row-scaled codes."""
     return max(9.0, values / 1.22e6) if format.element.bits == 8 else max(14.0, values / 0.99e6)
 
 
 def fp8_rows(rows: int, width: int, cols: int, left: Format, right: Format, plain: bool, cached: bool) -> float:
-    """Microseconds of ``fp8_rows``. ``plain``: the activations are not codes yet; ``cached``: the re-expressed weight
+    """Microseconds of ``fp8_rows``. ``plain``: the activations are not codes yet; ``cached``: the rescaled weight
     is."""
     # cuBLAS takes a slower kernel for rows that are not whole tiles: 160 rows take longer than 256
     per_weight = 0.088 if rows % TILE == 0 else 0.303
     product = math.ceil(_waves(rows, width)) * (2.5 + 0.00243 * cols) + LAUNCH
     product += 1e-6 * (per_weight * width * cols + 1.25 * rows * width)
-    first = _cast(rows * cols, left) if plain else _re_express(rows * cols, left)
-    return first + product + (0.0 if cached else _re_express(width * cols, right))
+    first = _cast(rows * cols, left) if plain else _rescale(rows * cols, left)
+    return first + product + (0.0 if cached else _rescale(width * cols, right))
 
 
 def fp8_rows_in_training(rows: int, width: int, cols: int) -> float:
@@ -78,9 +78,9 @@ def dequant_in_training(rows: int, width: int, cols: int) -> float:
 
 def dequant(rows: int, width: int, cols: int, right: Format) -> float:
     """Microseconds of ``dequant``: the weight decoded, activations rounded, a product in bfloat16."""
-    moved = width * cols * (2 + right.bits_per_value / 8) + 2 * rows * cols
+    traffic = width * cols * (2 + right.bits_per_value / 8) + 2 * rows * cols
     halves = math.ceil(2 * _waves(rows, width)) / 2
-    return 1 + moved / 2.8e6 + max(2 * width * cols / 2.2e6, halves * (1 + 0.0052 * cols))
+    return 1 + traffic / 2.8e6 + max(2 * width * cols / 2.2e6, halves * (1 + 0.0052 * cols))
 
 
 def slower(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | None:

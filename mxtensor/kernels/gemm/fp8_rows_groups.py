@@ -1,9 +1,9 @@
 """``fp8_rows`` for groups: row-scaled E4M3 through torch's or Triton's grouped product, one for a stack of weights.
 
-For operands that are cast for training. Their blocks may be any distance apart (``numerics/row_scaled.py``), so that
-only rows with values of about 2^63 or more are beyond the bound. There is no exact product of groups that would be
-written over them: such a row gives NaN. Codes that were stored may have such rows for other reasons, and are left to
-other kernels.
+For operands that are cast for training, with unlimited range (the glossary of ``numerics/row_scaled.py``): only rows
+with values of about 2^63 or more are out of range. There is no exact product of groups that would be written over them,
+so that such a row gives NaN. Codes that were stored may have such rows for other reasons, and are left to other
+kernels.
 
 A row of the columnwise copies has a scale for each group.
 """

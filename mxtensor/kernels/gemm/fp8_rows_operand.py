@@ -1,6 +1,6 @@
-"""Operands of ``fp8_rows`` products: row-scaled E4M3 made from codes or straight from values, and cached for weights.
+"""Operands of ``fp8_rows`` products: row-scaled E4M3, rescaled from codes or cast straight from values.
 
-Host side of ``triton_device/row_scaled.py``; the definition is ``numerics/row_scaled.py``.
+Host side of ``triton_device/row_scaled.py``; ``numerics/row_scaled.py`` has the definition and a glossary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...numerics.cast import Cast
 from ...numerics.element_format import ElementFormat
 from ...numerics.formats import FULL, Rounding
 from ...numerics.operand import Operand
-from ...numerics.row_scaled import MAX_EXPONENT, shift_of
+from ...numerics.row_scaled import MAX_SCALE_EXPONENT, rescaling_of
 from ...numerics.swizzle import round_up
 from ..quantize.triton_common import SOURCES, ceil_div, code_of, rows_of
 from ..quantize.triton_constants import format_code
@@ -31,9 +31,9 @@ ROW_GROUP = 128
 
 
 class Tile(NamedTuple):
-    """What one program takes: rows of at most ``whole`` columns at once, others ``step`` columns at a time, twice."""
+    """What one program takes: rows of at most ``whole_row`` columns at once; of others ``step`` columns, twice."""
 
-    whole: int
+    whole_row: int
     step: int
     values_per_warp: int
     most_warps: int
@@ -47,24 +47,24 @@ WASTE = 1.4
 class RowCode(NamedTuple):
     """``R``, the compile-time argument of the kernels."""
 
-    up: int
-    octaves: int
-    most: int
+    offset: int
+    max_range: int
+    max_scale_exponent: int
     """the largest exponent of a row scale"""
-    half: float
-    """half of the smallest element: what is larger has a code that is not zero"""
+    half_smallest: float
+    """half of the smallest element: larger values have a code that is not zero"""
     float8: bool
     """whether the device rounds to float8 in one instruction"""
-    any_distance: bool = False
-    """whether blocks may be any number of octaves below the largest one of their row"""
+    unlimited_range: bool = False
+    """whether no row is out of range because of its exponent range"""
 
 
 @cache
 def row_code(element: ElementFormat, float8: bool) -> RowCode:
     """The constants of an element."""
-    up, octaves = shift_of(element)
-    half = 2.0 ** (-element.bias - element.mantissa_bits)
-    return RowCode(up, octaves, MAX_EXPONENT, half, float8)
+    offset, max_range = rescaling_of(element)
+    half_smallest = 2.0 ** (-element.bias - element.mantissa_bits)
+    return RowCode(offset, max_range, MAX_SCALE_EXPONENT, half_smallest, float8)
 
 
 def constants_of(element: ElementFormat, device: torch.device) -> RowCode:
@@ -75,18 +75,18 @@ def constants_of(element: ElementFormat, device: torch.device) -> RowCode:
 def _tile(tile: Tile, width: int) -> tuple[int, bool, int]:
     """(columns at a time, whether these are the whole row, warps)."""
     power = max(128, 1 << (width - 1).bit_length())
-    one = power <= tile.whole and (power <= WASTE * width or power <= tile.step)
-    columns = power if one else tile.step
+    whole = power <= tile.whole_row and (power <= WASTE * width or power <= tile.step)
+    columns = power if whole else tile.step
     warps = min(tile.most_warps, max(1, columns // tile.values_per_warp))
-    return columns, one, warps
+    return columns, whole, warps
 
 
 Rows = tuple[Tensor, Tensor, Tensor]
-"""Codes, row scales, marks of rows beyond the bound."""
+"""Codes, row scales, flags of rows out of range."""
 
 
 def empty_rows(rows: int, cols: int, device: torch.device) -> Rows:
-    """Memory for codes, row scales and marks."""
+    """Memory for codes, row scales and flags."""
     codes = torch.empty(rows, round_up(cols, INNER), dtype=torch.uint8, device=device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=device)
     return codes, scale, torch.empty(rows, dtype=torch.uint8, device=device)
@@ -107,32 +107,32 @@ def matrix_of(operand: Operand) -> Operand:
     return Operand(data, scale, None, operand.format, (data.shape[0], operand.shape[-1]))
 
 
-def rows_of_operand(operand: Operand, multiple: int, any_distance: bool = False, into: Rows | None = None) -> Rows:
-    """(codes, row scales, marks) of a matrix, with rows padded to a multiple. ``any_distance``: see ``row_scaled``;
+def rows_of_operand(operand: Operand, multiple: int, unlimited_range: bool = False, into: Rows | None = None) -> Rows:
+    """(codes, row scales, flags) of a matrix, with rows padded to a multiple. ``unlimited_range``: see ``row_scaled``;
     ``into``: memory for them."""
     format, (rows, cols) = operand.format, operand.shape
     data, scale, device = operand.data.view(torch.uint8), operand.scale, operand.data.device
-    whole = round_up(rows, multiple)
-    codes, row_scale, beyond = empty_rows(whole, cols, device) if into is None else into
+    padded_rows = round_up(rows, multiple)
+    codes, row_scale, out_of_range = empty_rows(padded_rows, cols, device) if into is None else into
     code = format_code(format, triton_launch.instructions_of(device), False)
     block_rows, block_cols = (0 if b == FULL else b for b in format.block)
-    columns, one, warps = _tile(OPERAND, codes.shape[1])
-    constants = constants_of(format.element, device)._replace(any_distance=any_distance)
+    columns, whole, warps = _tile(OPERAND, codes.shape[1])
+    constants = constants_of(format.element, device)._replace(unlimited_range=unlimited_range)
     with on(device):
         launch(
             device_code("row_scaled.operand_to_rows"),
-            whole,
+            padded_rows,
             (
-                data, scale, codes, row_scale, beyond, rows, cols, data.stride(0), scale.stride(0), whole,
-                codes.shape[1],
+                data, scale, codes, row_scale, out_of_range, rows, cols, data.stride(0), scale.stride(0),
+                padded_rows, codes.shape[1],
             ),
             (
                 code, constants, block_rows, block_cols,
-                min(block_cols or ROW_GROUP, ROW_GROUP), 1, columns, one,
+                min(block_cols or ROW_GROUP, ROW_GROUP), 1, columns, whole,
             ),
             warps,
         )  # fmt: skip
-    return codes, row_scale, beyond
+    return codes, row_scale, out_of_range
 
 
 # ---------------------------------------------------------------------------------------------- from values
@@ -155,30 +155,30 @@ def why_not_in_one(x: Tensor, cast: Cast) -> str | None:
 
 
 Components = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Codes, row scales, marks, scales of blocks."""
+"""Codes, row scales, flags, scales of blocks."""
 
 
-def rows_of_values(x: Tensor, cast: Cast, any_distance: bool = False, into: Components | None = None) -> Components:
+def rows_of_values(x: Tensor, cast: Cast, unlimited_range: bool = False, into: Components | None = None) -> Components:
     """The components of a matrix: ``rows_of_operand`` of its cast, in one kernel.
 
-    ``any_distance``: see ``row_scaled``. ``into``: memory for them.
+    ``unlimited_range``: see ``row_scaled``. ``into``: memory for them.
     """
     x = rows_of(x)
     (rows, cols), format = x.shape, cast.format
     if into is None:
         scale = torch.empty(format.scale_shape((rows, cols)), dtype=format.scale.dtype, device=x.device)
         into = *empty_rows(rows, cols, x.device), scale
-    codes, row_scale, beyond, scale = into
+    codes, row_scale, out_of_range, scale = into
     width = codes.shape[1]
-    columns, one, warps = _tile(CAST, width)
+    columns, whole, warps = _tile(CAST, width)
     even = cols == width and cols % columns == 0
-    constants = constants_of(format.element, x.device)._replace(any_distance=any_distance)
+    constants = constants_of(format.element, x.device)._replace(unlimited_range=unlimited_range)
     with on(x.device):
         launch(
             device_code("row_scaled.cast_to_rows"),
             rows,
-            (x, codes, row_scale, beyond, scale, rows, cols, x.stride(0), width, ceil_div(cols, format.block[1])),
-            (code_of(cast, x.device), constants, 1, columns, one, even),
+            (x, codes, row_scale, out_of_range, scale, rows, cols, x.stride(0), width, ceil_div(cols, format.block[1])),
+            (code_of(cast, x.device), constants, 1, columns, whole, even),
             warps,
         )
-    return codes, row_scale, beyond, scale
+    return codes, row_scale, out_of_range, scale

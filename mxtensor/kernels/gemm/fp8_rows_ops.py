@@ -19,13 +19,13 @@ from ..runtime.check import check_argument, check_codes, check_device
 from ..runtime.recorded_op import recorded
 from .fp8_rows_both import (
     Pair,
-    columns_by_extremes,
-    rows_and_extremes,
+    columns_by_exponents,
+    rows_and_column_exponents,
     rows_of_both,
     rows_of_groups,
-    why_not_at_once,
     why_not_both,
     why_not_groups,
+    why_not_rows_first,
 )
 from .fp8_rows_operand import matrix_of, rows_of_operand, rows_of_values, why_not_in_one
 from .row_operand import INNER, RowOperand, sections
@@ -36,15 +36,15 @@ from .spec import Form
 
 @custom_ops.define("mxtensor::operand_to_rows")
 @recorded
-def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int, any_distance: bool) -> list[Tensor]:
-    """``rows_of_operand`` of a matrix: codes, row scales, marks of rows beyond the bound."""
+def operand_to_rows(data: Tensor, scale: Tensor, format: str, cols: int, unlimited_range: bool) -> list[Tensor]:
+    """``rows_of_operand`` of a matrix: codes, row scales, flags of rows out of range."""
     op, row = "mxtensor::operand_to_rows", get_format(format)
     operand = check_codes(op, data, scale, None, row, (data.shape[0], cols))
     check_device(op, data)
     reason = why_not(row)
     if reason is not None or 0 in operand.shape:
         raise ValueError(f"{op}: {reason or f'no values in {operand.shape}'}")
-    return list(rows_of_operand(matrix_of(operand), 1, any_distance))
+    return list(rows_of_operand(matrix_of(operand), 1, unlimited_range))
 
 
 def _fake_rows(x: Tensor, rows: int, cols: int) -> list[Tensor]:
@@ -53,27 +53,27 @@ def _fake_rows(x: Tensor, rows: int, cols: int) -> list[Tensor]:
 
 
 @custom_ops.fake_of(operand_to_rows)
-def _(data, scale, format, cols, any_distance):  # type: ignore[no-untyped-def]
+def _(data, scale, format, cols, unlimited_range):  # type: ignore[no-untyped-def]
     return _fake_rows(data, data.shape[0], cols)
 
 
 @custom_ops.define("mxtensor::cast_to_rows")
 @recorded
 def cast_to_rows(
-    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, any_distance: bool
+    x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float, unlimited_range: bool
 ) -> list[Tensor]:
-    """``rows_of_values`` of a matrix: codes, row scales, marks of rows beyond the bound, scales of blocks."""
+    """``rows_of_values`` of a matrix: codes, row scales, flags of rows out of range, scales of blocks."""
     op, cast = "mxtensor::cast_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
     check_argument(op, "x", x, (x.dtype,), (None, None), x.device)
     check_device(op, x)
     reason = why_not(cast.format) or why_not_in_one(x, cast)
     if reason is not None:
         raise ValueError(f"{op} {reason}")
-    return list(rows_of_values(x, cast, any_distance))
+    return list(rows_of_values(x, cast, unlimited_range))
 
 
 @custom_ops.fake_of(cast_to_rows)
-def _(x, format, scaling, rounding, seed, amax_epsilon, any_distance):  # type: ignore[no-untyped-def]
+def _(x, format, scaling, rounding, seed, amax_epsilon, unlimited_range):  # type: ignore[no-untyped-def]
     row = get_format(format)
     scale = x.new_empty(row.scale_shape(tuple(x.shape)), dtype=row.scale.dtype)
     return [*_fake_rows(x, x.shape[0], x.shape[1]), scale]
@@ -129,45 +129,45 @@ def _(x, ends, block, format, scaling, rounding, seed, amax_epsilon, rowwise):  
     return [x.new_empty(size, dtype=torch.uint8) for size in sizes]
 
 
-@custom_ops.define("mxtensor::cast_rows_and_extremes")
+@custom_ops.define("mxtensor::cast_rows_and_column_exponents")
 @recorded
-def cast_rows_and_extremes(
+def cast_rows_and_column_exponents(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
 ) -> list[Tensor]:
-    """``rows_and_extremes``: the memory of the operand of the rows, and the extremes of the columns."""
-    op, cast = "mxtensor::cast_rows_and_extremes", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    _check_at_once(op, x, cast)
-    row, extremes = rows_and_extremes(x, cast)
-    return [row.memory, extremes]  # type: ignore[list-item]
+    """``rows_and_column_exponents``: the memory of the operand of the rows, and the exponents of the columns."""
+    op, cast = "mxtensor::cast_rows_and_column_exponents", Cast.of(format, scaling, rounding, seed, amax_epsilon)
+    _check_rows_first(op, x, cast)
+    row, exponents = rows_and_column_exponents(x, cast)
+    return [row.memory, exponents]  # type: ignore[list-item]
 
 
-@custom_ops.fake_of(cast_rows_and_extremes)
+@custom_ops.fake_of(cast_rows_and_column_exponents)
 def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
     size = sections(get_format(format), tuple(x.shape))[1]
     return [x.new_empty(size, dtype=torch.uint8), x.new_empty(x.numel() // x.shape[-2], dtype=torch.int32)]
 
 
-@custom_ops.define("mxtensor::cast_columns_by_extremes")
+@custom_ops.define("mxtensor::cast_columns_by_exponents")
 @recorded
-def cast_columns_by_extremes(
-    x: Tensor, extremes: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
+def cast_columns_by_exponents(
+    x: Tensor, exponents: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
 ) -> Tensor:
-    """``columns_by_extremes``: the memory of the operand of the transpose."""
-    op, cast = "mxtensor::cast_columns_by_extremes", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    _check_at_once(op, x, cast)
-    check_argument(op, "extremes", extremes, (torch.int32,), (x.numel() // x.shape[-2],), x.device)
-    return columns_by_extremes(x, cast, extremes).memory  # type: ignore[return-value]
+    """``columns_by_exponents``: the memory of the operand of the transpose."""
+    op, cast = "mxtensor::cast_columns_by_exponents", Cast.of(format, scaling, rounding, seed, amax_epsilon)
+    _check_rows_first(op, x, cast)
+    check_argument(op, "exponents", exponents, (torch.int32,), (x.numel() // x.shape[-2],), x.device)
+    return columns_by_exponents(x, cast, exponents).memory  # type: ignore[return-value]
 
 
-@custom_ops.fake_of(cast_columns_by_extremes)
-def _(x, extremes, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
+@custom_ops.fake_of(cast_columns_by_exponents)
+def _(x, exponents, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-untyped-def]
     return x.new_empty(sections(get_format(format), tuple(x.mT.shape))[1], dtype=torch.uint8)
 
 
-def _check_at_once(op: str, x: Tensor, cast: Cast) -> None:
+def _check_rows_first(op: str, x: Tensor, cast: Cast) -> None:
     check_argument(op, "x", x, (torch.bfloat16,), (None,) * max(2, min(x.dim(), 3)), x.device)
     check_device(op, x)
-    reason = why_not_both(x, cast) or why_not_at_once(x, cast)
+    reason = why_not_both(x, cast) or why_not_rows_first(x, cast)
     if reason is not None:
         raise ValueError(f"{op} {reason}")
 
@@ -207,8 +207,8 @@ def _run(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *
     if _takes_both(cast, columnwise):
         row, column = rows_of_both(x, cast, rowwise is not None)
         return row, column if columnwise is not None else None
-    codes, row_scale, beyond, scale = rows_of_values(x, cast, any_distance=True)
-    return RowOperand(codes, row_scale, beyond, scale, cast.format, tuple(x.shape)), None
+    codes, row_scale, out_of_range, scale = rows_of_values(x, cast, unlimited_range=True)
+    return RowOperand(codes, row_scale, out_of_range, scale, cast.format, tuple(x.shape)), None
 
 
 def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
@@ -218,8 +218,8 @@ def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | 
         return row if rowwise is not None else None, column
     shape = tuple(x.shape)
     if not _takes_both(cast, columnwise):
-        codes, row_scale, beyond, scale = cast_to_rows(x.reshape(-1, shape[-1]), *arguments, True)
-        return RowOperand(codes, row_scale, beyond, scale, format, shape), None
+        codes, row_scale, out_of_range, scale = cast_to_rows(x.reshape(-1, shape[-1]), *arguments, True)
+        return RowOperand(codes, row_scale, out_of_range, scale, format, shape), None
     memory = cast_both_to_rows(x, *arguments, rowwise is not None)
     row = None if rowwise is None else RowOperand.inside(memory[0], format, shape)
     transpose = (*shape[:-2], shape[-1], shape[-2])
@@ -244,14 +244,14 @@ GROUPS = Kernel("triton rows", _no_refusal, rows_of_groups, "cuda", _run_groups_
 
 
 def _run_first_traced(x: Tensor, cast: Cast) -> tuple[RowOperand, Tensor]:
-    memory, extremes = cast_rows_and_extremes(x.detach(), *cast_arguments(cast))
-    return RowOperand.inside(memory, cast.format, tuple(x.shape)), extremes
+    memory, exponents = cast_rows_and_column_exponents(x.detach(), *cast_arguments(cast))
+    return RowOperand.inside(memory, cast.format, tuple(x.shape)), exponents
 
 
-def _run_second_traced(x: Tensor, cast: Cast, extremes: Tensor) -> RowOperand:
-    memory = cast_columns_by_extremes(x.detach(), extremes, *cast_arguments(cast))
+def _run_second_traced(x: Tensor, cast: Cast, exponents: Tensor) -> RowOperand:
+    memory = cast_columns_by_exponents(x.detach(), exponents, *cast_arguments(cast))
     return RowOperand.inside(memory, cast.format, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
 
 
-ROWS_FIRST = Kernel("triton rows", _no_refusal, rows_and_extremes, "cuda", _run_first_traced)
-COLUMNS_LATER = Kernel("triton rows", _no_refusal, columns_by_extremes, "cuda", _run_second_traced)
+ROWS_FIRST = Kernel("triton rows", _no_refusal, rows_and_column_exponents, "cuda", _run_first_traced)
+COLUMNS_LATER = Kernel("triton rows", _no_refusal, columns_by_exponents, "cuda", _run_second_traced)

@@ -107,13 +107,13 @@ def cast_rows_first(x: Tensor, cast: Cast) -> tuple[RowOperand, Tensor] | None:
     spec = cast_spec("cast rows", x, cast)
     if triton_refuses(spec) is not None or x.stride(-1) != 1:
         return None
-    if fp8_rows_both.why_not_both(x, cast) is not None or fp8_rows_both.why_not_at_once(x, cast) is not None:
+    if fp8_rows_both.why_not_both(x, cast) is not None or fp8_rows_both.why_not_rows_first(x, cast) is not None:
         return None
     return perform((fp8_rows_ops.ROWS_FIRST,), spec, x, cast)  # type: ignore[no-any-return]
 
 
-def cast_columns_later(x: Tensor, cast: Cast, extremes: Tensor) -> RowOperand:
+def cast_columns_later(x: Tensor, cast: Cast, exponents: Tensor) -> RowOperand:
     """The row-scaled operand of the transpose of what ``cast_rows_first`` has cast to rows."""
     x = x.resolve_neg()
     kernels = (fp8_rows_ops.COLUMNS_LATER,)
-    return perform(kernels, cast_spec("cast columns", x, cast), x, cast, extremes)  # type: ignore[no-any-return]
+    return perform(kernels, cast_spec("cast columns", x, cast), x, cast, exponents)  # type: ignore[no-any-return]

@@ -17,13 +17,13 @@ COLUMNS: dict[str, Tile] = {"": (4, 128, 4), "codes": (4, 64, 4), "values": (4, 
 """What is written for rows too -> (spans of rows, columns, warps) of the cast with blocks along columns."""
 WORDS: dict[str, Tile] = {"": (8, 32, 4), "codes": (2, 64, 4), "random codes": (2, 64, 8), "values": (2, 64, 4)}
 """The same from bfloat16 to float8: (spans of rows, pairs of columns, warps). Random numbers take registers."""
-EXTREMES: tuple[int, int] = (64, 2)
-"""(pairs of columns, warps) of a program of the pass for the largest scales; its rows are those of the cast."""
+EXPONENTS: tuple[int, int] = (64, 2)
+"""(pairs of columns, warps) of a program of the pass for the exponents; its rows are those of the cast."""
 ROW_SCALED: dict[str, Tile] = {"": (2, 64, 2), "codes": (2, 64, 4), "random codes": (2, 64, 8)}
 """What is written for rows too -> (spans of rows, pairs of columns, warps) of the cast to row-scaled operands."""
-ONE_READ: tuple[int, dict[bool, int]] = (2048, {False: 512, True: 256})
+ROWS_FIRST: tuple[int, dict[bool, int]] = (2048, {False: 512, True: 256})
 """Pairs of columns at a time, and for each warp in rows of fewer and of twice as many or more: of the cast of rows that
-finds the extremes of columns."""
+finds the exponents of columns."""
 ROUND: dict[bool, Tile] = {False: (2, 512, 2), True: (32, 128, 4)}
 """Whether blocks run along columns (too) -> (rows, pairs of columns, warps) of a program that fake quantizes bfloat16;
 not measured."""

@@ -9,7 +9,7 @@ columns one after the other, so that the sum of one is in flight.
 import triton
 import triton.language as tl
 
-from .row_scaled_places import group_rows, of_one
+from .row_scaled_tile_map import group_rows, value_of_group
 
 
 @triton.jit
@@ -37,11 +37,11 @@ def load_codes(pointer, k, K, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store_piece(total, out, row, rows_in, row_scale, col, cols, scale_ptr, width):
+def store_piece(sums, out, row, rows_in, row_scale, col, cols, scale_ptr, width):
     """Multiply by both scales, round once and store."""
     inside = col < cols
     scale = tl.load(scale_ptr + col, mask=inside, other=0.0)
-    value = total * row_scale[:, None] * scale[None, :]
+    value = sums * row_scale[:, None] * scale[None, :]
     to = out + row.to(tl.int64)[:, None] * width + col[None, :]
     tl.store(to, value.to(out.dtype.element_ty), mask=rows_in[:, None] & inside[None, :])
 
@@ -84,39 +84,39 @@ def rows_by_stack(
     wide: tl.constexpr = SPLIT * BN
     number, start, size, _blocks = group_rows(ends, groups, M, BM, GROUPS)
     tiles = (size + (BM - 1)) // BM
-    until = tl.cumsum(tiles, 0)
+    tiles_until = tl.cumsum(tiles, 0)
     col_tiles = tl.cdiv(N, wide)
     # all tiles of a group come one after the other
-    group = tl.sum((until * col_tiles <= tl.program_id(0)).to(tl.int32), axis=0)
+    group = tl.sum((tiles_until * col_tiles <= tl.program_id(0)).to(tl.int32), axis=0)
     if group > groups:
         return
-    first_tile = of_one(until - tiles, number, group)
+    first_tile = value_of_group(tiles_until - tiles, number, group)
     row_tile, col_tile = in_bands(
-        tl.program_id(0) - first_tile * col_tiles, of_one(tiles, number, group), col_tiles, BAND
+        tl.program_id(0) - first_tile * col_tiles, value_of_group(tiles, number, group), col_tiles, BAND
     )
-    first = of_one(start, number, group)
-    end = first + of_one(size, number, group) - 1
+    first = value_of_group(start, number, group)
+    end = first + value_of_group(size, number, group) - 1
     row = first + row_tile * BM + tl.arange(0, BM)
     col = col_tile * wide + tl.arange(0, BN)
-    live = group < groups
-    there = tl.minimum(row, end)
-    weight = tl.where(live, group, 0).to(tl.int64)
-    total, more = accumulate(
-        a, there, K, b + weight * N * K, col, N - 1, K, tl.where(live, K, 0), BM, BN, BK, SPLIT, EVEN
+    in_group = group < groups
+    row_inside = tl.minimum(row, end)
+    weight = tl.where(in_group, group, 0).to(tl.int64)
+    first_sum, second_sum = accumulate(
+        a, row_inside, K, b + weight * N * K, col, N - 1, K, tl.where(in_group, K, 0), BM, BN, BK, SPLIT, EVEN
     )
-    row_scale = tl.where(live, tl.load(a_scale + there), 0.0)
+    row_scale = tl.where(in_group, tl.load(a_scale + row_inside), 0.0)
     b_scale += weight * N
     rows_in = row <= end
-    if live:
-        store_piece(total, out, row, rows_in, row_scale, col, N, b_scale, N)
+    if in_group:
+        store_piece(first_sum, out, row, rows_in, row_scale, col, N, b_scale, N)
         if SPLIT == 2:
-            store_piece(more, out, row, rows_in, row_scale, col + BN, N, b_scale, N)
+            store_piece(second_sum, out, row, rows_in, row_scale, col + BN, N, b_scale, N)
     else:
-        nothing = tl.zeros((BM, BN), out.dtype.element_ty)
+        zeros = tl.zeros((BM, BN), out.dtype.element_ty)
         for piece in tl.static_range(SPLIT):
             at = col + piece * BN
             to = out + row.to(tl.int64)[:, None] * N + at[None, :]
-            tl.store(to, nothing, mask=rows_in[:, None] & (at < N)[None, :])
+            tl.store(to, zeros, mask=rows_in[:, None] & (at < N)[None, :])
 
 
 @triton.jit
@@ -134,20 +134,22 @@ def columns_of_groups(
     group = tl.program_id(0) // (row_tiles * col_tiles)
     row_tile, col_tile = in_bands(tl.program_id(0) - group * (row_tiles * col_tiles), row_tiles, col_tiles, BAND)
     number, _start, _size, blocks = group_rows(ends, groups, rows, PAD, GROUPS)
-    most = P // PAD
-    before = tl.minimum(tl.sum(tl.where(number < group, blocks, 0), axis=0), most)
-    depth = tl.minimum(of_one(blocks, number, group), most - before) * PAD
+    all_blocks = P // PAD
+    first_block = tl.minimum(tl.sum(tl.where(number < group, blocks, 0), axis=0), all_blocks)
+    depth = tl.minimum(value_of_group(blocks, number, group), all_blocks - first_block) * PAD
     row = row_tile * BM + tl.arange(0, BM)
     col = col_tile * wide + tl.arange(0, BN)
-    there = tl.minimum(row, M - 1)
-    start = before.to(tl.int64) * PAD
-    total, more = accumulate(a + start, there, P, b + start, col, N - 1, P, depth, BM, BN, BK, SPLIT, PAD % BK == 0)
-    row_scale = tl.load(a_scale + group * M + there)
+    row_inside = tl.minimum(row, M - 1)
+    start = first_block.to(tl.int64) * PAD
+    first_sum, second_sum = accumulate(
+        a + start, row_inside, P, b + start, col, N - 1, P, depth, BM, BN, BK, SPLIT, PAD % BK == 0
+    )
+    row_scale = tl.load(a_scale + group * M + row_inside)
     b_scale += group * N
     out += group.to(tl.int64) * M * N
-    store_piece(total, out, row, row < M, row_scale, col, N, b_scale, N)
+    store_piece(first_sum, out, row, row < M, row_scale, col, N, b_scale, N)
     if SPLIT == 2:
-        store_piece(more, out, row, row < M, row_scale, col + BN, N, b_scale, N)
+        store_piece(second_sum, out, row, row < M, row_scale, col + BN, N, b_scale, N)
 
 
 @triton.jit
@@ -155,11 +157,11 @@ def zero_after(out, ends, groups, M, N, BM: tl.constexpr, BN: tl.constexpr):
     """Write zeros to the rows of out (M, N) after the last end; the programs share the tiles."""
     end = tl.maximum(tl.minimum(tl.load(ends + groups - 1), M), 0)
     col_tiles = tl.cdiv(N, BN)
-    nothing = tl.zeros((BM, BN), out.dtype.element_ty)
+    zeros = tl.zeros((BM, BN), out.dtype.element_ty)
     for tile in range(tl.program_id(0), tl.cdiv(M - end, BM) * col_tiles, tl.num_programs(0)):
         row = end + (tile // col_tiles) * BM + tl.arange(0, BM)[:, None]
         col = (tile % col_tiles) * BN + tl.arange(0, BN)[None, :]
-        tl.store(out + row.to(tl.int64) * N + col, nothing, mask=(row < M) & (col < N))
+        tl.store(out + row.to(tl.int64) * N + col, zeros, mask=(row < M) & (col < N))
 
 
 @triton.jit

@@ -46,8 +46,8 @@ PAIRS = [
 def small(monkeypatch, one_rounding):
     """Several tiles of the exact product to a small result."""
     monkeypatch.setattr(fp8_rows, "EXACT_TILE", (16, 16, 64, 4))
-    monkeypatch.setattr(fp8_rows, "MARKS", 16)
-    monkeypatch.setattr(fp8_rows, "PART", 8)
+    monkeypatch.setattr(fp8_rows, "COUNT_CHUNK", 16)
+    monkeypatch.setattr(fp8_rows, "FIND_STEP", 8)
 
 
 @pytest.mark.exhaustive(quick=3)
@@ -75,14 +75,14 @@ def test_plain_values_are_cast_first(pretend, stand_in, small, dtype):
     assert_within_the_bound(y, encode(x[:8], tensor), b)
 
 
-def test_without_marks_the_exact_product_writes_nothing(pretend, stand_in, small):
+def test_without_flags_the_exact_product_writes_nothing(pretend, stand_in, small):
     pretend((9, 0))
     a, b = encode(torch.randn(20, 64), mx.Cast.of("mxfp8")), encode(torch.randn(16, 64), mx.Cast.of("mxfp8"))
     sides = [fp8_rows.row_operand(o, False, False) for o in (a, b)]
     out = torch.full((20, 16), 3.0, dtype=BF16)
     fp8_rows.exact_rows(*sides, None, out)
     assert (out == 3).all()
-    sides[0].beyond[4], sides[1].beyond[15] = 1, 1
+    sides[0].out_of_range[4], sides[1].out_of_range[15] = 1, 1
     fp8_rows.exact_rows(*sides, None, out)
     written = torch.zeros(20, 16, dtype=torch.bool)
     written[4], written[:, 15] = True, True
@@ -133,7 +133,7 @@ def test_the_ops_check_their_arguments():
 # ---------------------------------------------------------------------------------------------- the cache of weights
 
 
-def test_a_weight_is_re_expressed_once_until_it_is_written_to(monkeypatch):
+def test_a_weight_is_rescaled_once_until_it_is_written_to(monkeypatch):
     weight = mx.quantize(torch.randn(16, 64), "mxfp8")
 
     def form():
@@ -258,13 +258,13 @@ def test_what_it_refuses(device):
     assert chosen("mxfp6", "mxfp6", 4096, 4096, 4096).kernel is fp8_rows.KERNEL
 
 
-def test_explain_tells_of_rows_beyond_the_bound(pretend, stand_in, small):
+def test_explain_tells_of_rows_out_of_range(pretend, stand_in, small):
     pretend((9, 0))
     a, b = stored("mxfp8", 18, 64), encode(torch.randn(16, 64), mx.Cast.of("mxfp8"))
     with mx.explain() as log:
         fp8_rows.KERNEL.run(a, b, GemmArgs(BF16))
     (entry,) = log.entries
-    assert entry.kernel == "fp8_rows exact" and entry.spec.shapes[0][0] == row_scaled(a).beyond.sum()
+    assert entry.kernel == "fp8_rows exact" and entry.spec.shapes[0][0] == row_scaled(a).out_of_range.sum()
     with mx.explain() as log:
         fp8_rows.KERNEL.run(b, b, GemmArgs(BF16))
     assert not log.entries

@@ -38,20 +38,20 @@ def both_ways(rows, cols):
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
     monkeypatch.setattr(fp8_rows_both, "BUSY", 0)
-    monkeypatch.setattr(triton_tiles, "EXTREMES", (16, 4))
-    monkeypatch.setattr(triton_tiles, "ONE_READ", (256, triton_tiles.ONE_READ[1]))
+    monkeypatch.setattr(triton_tiles, "EXPONENTS", (16, 4))
+    monkeypatch.setattr(triton_tiles, "ROWS_FIRST", (256, triton_tiles.ROWS_FIRST[1]))
     for form in triton_tiles.ROW_SCALED:
         monkeypatch.setitem(triton_tiles.ROW_SCALED, form, (1, 16, 4))
 
 
 def check(made, x, cast):
     operand = encode(x, cast)
-    expected = row_scaled(operand, any_distance=True)
+    expected = row_scaled(operand, unlimited_range=True)
     check_rows(made[:3], expected, x.shape[1])
-    beyond = expected.beyond.bool()
-    assert torch.equal(made.scale[beyond], operand.scale[beyond])
+    out_of_range = expected.out_of_range.bool()
+    assert torch.equal(made.scale[out_of_range], operand.scale[out_of_range])
     assert made.shape == tuple(x.shape) and made.format is cast.format
-    return beyond.any()
+    return out_of_range.any()
 
 
 @pytest.mark.exhaustive(quick=1)
@@ -76,7 +76,7 @@ def test_rows_that_do_not_fit_into_registers_are_cast_with_the_columns(monkeypat
     monkeypatch.setattr(
         fp8_rows_both, "launch", lambda kernel, *a: (launched.append(kernel.fn.__name__), whole(kernel, *a))
     )
-    for widest, first in ((96, "rows_and_extremes"), (95, "extremes_of_both")):
+    for widest, first in ((96, "rows_and_column_exponents"), (95, "exponents_of_both")):
         monkeypatch.setattr(fp8_rows_both, "WIDEST", widest)
         row, column = rows_of_both(x, cast)
         assert check(row, x, cast) | check(column, x.t().contiguous(), cast)
@@ -113,7 +113,7 @@ def test_square_blocks_serve_both_ways(name, shape):
     shape = [n + -n % size for n in shape]
     x = (torch.randn(shape) * 2.0 ** (3.0 * (torch.arange(shape[1]) // 32))).to(BF16)
     x[0, :size], x[5] = 0, 0  # zeros in blocks that have other rows
-    x[:, -1] *= 2.0**90  # beyond the bound
+    x[:, -1] *= 2.0**90  # out of range
     if shape[0] > size:
         x[-1, 3] = float("inf")
     row, column = rows_of_both(x, cast)
@@ -127,18 +127,18 @@ def test_square_blocks_serve_both_ways(name, shape):
             high = len(matrix)
             part = slice(i * high, (i + 1) * high)
             check_rows(
-                [t[part] for t in made[:3]], row_scaled(encode(matrix, cast), any_distance=True), matrix.shape[1]
+                [t[part] for t in made[:3]], row_scaled(encode(matrix, cast), unlimited_range=True), matrix.shape[1]
             )
 
 
 def check_square(made, x, cast):
-    """``check`` of square blocks: scales belong to several rows, and are written if one is beyond the bound."""
+    """``check`` of square blocks: scales belong to several rows, and are written if one is out of range."""
     operand = encode(x, cast)
-    expected = row_scaled(operand, any_distance=True)
+    expected = row_scaled(operand, unlimited_range=True)
     check_rows(made[:3], expected, x.shape[1])
-    beyond = expected.beyond.bool().view(-1, cast.format.block[0]).any(1)
-    assert torch.equal(made.scale[beyond], operand.scale[beyond])
-    return beyond.any()
+    out_of_range = expected.out_of_range.bool().view(-1, cast.format.block[0]).any(1)
+    assert torch.equal(made.scale[out_of_range], operand.scale[out_of_range])
+    return out_of_range.any()
 
 
 @pytest.mark.exhaustive(quick=1)
@@ -169,7 +169,7 @@ def test_the_values_of_an_operand_are_those_of_its_codes_within_the_bound(name):
     x[4] *= 2.0**100
     row, _ = rows_of_both(x, cast)
     exact = decode(encode(x, cast), torch.float32)
-    assert row.beyond.tolist() == [int(i == 4) for i in range(32)]
+    assert row.out_of_range.tolist() == [int(i == 4) for i in range(32)]
     assert torch.equal(values_of_rows(row)[4], exact[4])
     change = (values_of_rows(row) - exact).abs()
     assert (change <= 2.0**-10 * row.row_scale.nan_to_num(1.0)).all()
@@ -211,11 +211,11 @@ def test_a_traced_cast_has_the_shapes_of_the_eager_one(pretend):
 def test_an_operand_is_one_memory(shape):
     column = empty_operand(shape, mx.Cast.of("mxfp8"), torch.device("cpu"))
     memory, rebuilt = column.memory, RowOperand.inside(column.memory, column.format, column.shape)
-    places, size = sections(column.format, column.shape)
-    ends = [start + size for start, size in places]
-    assert all(start % 16 == 0 for start, _ in places) and memory.numel() == size >= ends[-1]
-    assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False))
-    for part, same, (start, length) in zip(column[:4], rebuilt[:4], places, strict=True):
+    slices, size = sections(column.format, column.shape)
+    ends = [start + size for start, size in slices]
+    assert all(start % 16 == 0 for start, _ in slices) and memory.numel() == size >= ends[-1]
+    assert all(end <= start for end, (start, _) in zip(ends, slices[1:], strict=False))
+    for part, same, (start, length) in zip(column[:4], rebuilt[:4], slices, strict=True):
         assert part.data_ptr() == memory.data_ptr() + start and part.nbytes == length
         assert (same.shape, same.dtype, same.data_ptr()) == (part.shape, part.dtype, part.data_ptr())
 

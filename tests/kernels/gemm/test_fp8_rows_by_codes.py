@@ -17,8 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 __all__ = ["pretend"]
 
 
-def apart(*shape, device="cpu"):
-    """Values whose blocks of 32 columns are many octaves apart."""
+def wide_range(*shape, device="cpu"):
+    """Values whose blocks of 32 columns are many powers of two apart."""
     x = torch.randn(shape)
     return (x * 2.0 ** (7.0 * (torch.arange(shape[-1]) // 32))).to(device, BF16)
 
@@ -29,12 +29,12 @@ def check(made, x, cast):
     assert made.shape == tuple(x.shape) and made.format is cast.format
     for i, matrix in enumerate(matrices):
         part = slice(i * rows, (i + 1) * rows)
-        expected = row_scaled(encode(matrix.cpu(), cast), any_distance=True)
+        expected = row_scaled(encode(matrix.cpu(), cast), unlimited_range=True)
         check_rows([t[part].cpu() for t in made[:3]], expected, x.shape[-1])
 
 
 def case(name, shape, device):
-    x, cast = apart(*shape, device=device), mx.Cast.of(name)
+    x, cast = wide_range(*shape, device=device), mx.Cast.of(name)
     row, column = PAIR.run(x, cast, Form.ROWS, Form.ROWS)
     check(row, x, cast), check(column, x.mT.contiguous(), cast)
     one, none = PAIR.run(x, cast, Form.ROWS, None)
@@ -80,7 +80,7 @@ def test_one_of_both_ways_makes_the_rows_that_a_product_wants():
 
 def test_a_traced_cast_has_the_shapes_of_the_eager_one(pretend):
     pretend((9, 0))
-    cast, x = mx.Cast.of("mxfp8[32x32]"), apart(64, 96)
+    cast, x = mx.Cast.of("mxfp8[32x32]"), wide_range(64, 96)
     eager = PAIR.run(x, cast, Form.ROWS, Form.ROWS)
     with FakeTensorMode():
         fake = PAIR.run_traced(torch.empty(64, 96, dtype=BF16), cast, Form.ROWS, Form.ROWS)

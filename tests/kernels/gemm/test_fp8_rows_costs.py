@@ -44,7 +44,7 @@ H100 = [
     ("mxfp8", "mxfp8", 4096, 4096, 4096, 128.8, 139.4, 208.2),
     ("mxfp8", "mxfp8", 4096, 4096, 14336, 449.3, 497.3, 705.1),
 ]
-"""(cast, weight, rows, N, K; microseconds with the weight re-expressed before, with it re-expressed each time, of
+"""(cast, weight, rows, N, K; microseconds with the weight rescaled before, with it rescaled each time, of
 dequant), measured on an H100 80GB HBM3, torch 2.11, in CUDA graphs of 2 to 6 products. The time of a graph had 15 us of
 the launch in it, which are taken off: graphs of 2, 5 and 6 of the smallest kernels all took 17 to 24."""
 
@@ -77,7 +77,7 @@ MODELS = [
     (256, 5120, 17920, 76.5),
     (512, 5120, 17920, 136.2),
 ]
-"""(rows, N, K, microseconds with the weight re-expressed before) of MXFP8 layers of public models, measured by
+"""(rows, N, K, microseconds with the weight rescaled before) of MXFP8 layers of public models, measured by
 ``python -m benchmarks.users layers`` on the same kind of GPU, 2026-11-27. Weights were not in the L2 cache."""
 
 

@@ -60,8 +60,8 @@ def ends_of(sizes, device="cpu"):
 def rows(x, cast=CAST):
     """The row-scaled operand of a matrix or of a stack, by the definition."""
     operand = encode(x.reshape(-1, x.shape[-1]), cast)
-    codes, scale, beyond = row_scaled(operand, any_distance=True)
-    return RowOperand(codes, scale, beyond, operand.scale, cast.format, tuple(x.shape))
+    codes, scale, out_of_range = row_scaled(operand, unlimited_range=True)
+    return RowOperand(codes, scale, out_of_range, operand.scale, cast.format, tuple(x.shape))
 
 
 def columns_of_groups(a, b, scale_a, scale_b, offs=None, bias=None, out_dtype=None, use_fast_accum=False):
@@ -127,8 +127,8 @@ def test_columns_may_have_scales_of_their_own_in_each_group(pretend, monkeypatch
         alone = [rows(padded[:, start:end]) for start, end in pairwise(ends)]
         whole = rows(padded)
         codes = torch.cat([one.codes for one in alone] + [whole.codes[:, ends[-1] :]], 1)
-        scale, beyond = (torch.cat([one[i] for one in alone]) for i in (1, 2))
-        sides.append(whole._replace(codes=codes, row_scale=scale, beyond=beyond, groups=2))
+        scale, out_of_range = (torch.cat([one[i] for one in alone]) for i in (1, 2))
+        sides.append(whole._replace(codes=codes, row_scale=scale, out_of_range=out_of_range, groups=2))
     y = fp8_rows_groups.run_wgrad(*sides, groups, GemmArgs(BF16))
     for i, (start, end) in enumerate(pairwise(ends)):
         alone = [rows(groups.padded(t).t()[:, start:end]) for t in x]

@@ -32,7 +32,7 @@ def tiles(request, monkeypatch):
 @pytest.mark.exhaustive(quick=4)
 @pytest.mark.parametrize("cols", [256, 300])
 @pytest.mark.parametrize("name", STORED)
-def test_a_stored_operand_is_re_expressed_bit_for_bit(tiles, name, cols):
+def test_a_stored_operand_is_rescaled_bit_for_bit(tiles, name, cols):
     operand = stored(name, 18, cols)
     check_rows(rows_of_operand(matrix_of(operand), 16), row_scaled(operand), cols)
 
@@ -41,13 +41,13 @@ def test_a_stored_operand_is_re_expressed_bit_for_bit(tiles, name, cols):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("cols", [256, 300])
 @pytest.mark.parametrize("name", IN_ONE)
-def test_a_cast_to_rows_is_quantize_then_re_express(tiles, name, cols, dtype):
+def test_a_cast_to_rows_is_quantize_then_rescale(tiles, name, cols, dtype):
     x, cast = values(15, cols, dtype), mx.Cast.of(name)
     operand = encode(x, cast)
     made, expected = rows_of_values(x, cast), row_scaled(operand)
     check_rows(made, expected, cols)
-    beyond = expected.beyond.bool()
-    assert torch.equal(made[3][beyond], operand.scale[beyond]) and (beyond.any() or dtype is FP16)
+    out_of_range = expected.out_of_range.bool()
+    assert torch.equal(made[3][out_of_range], operand.scale[out_of_range]) and (out_of_range.any() or dtype is FP16)
 
 
 @pytest.mark.parametrize("mode", ["floor", "ceil", "even"])
@@ -75,8 +75,8 @@ def test_stored_operands_with_float8_instructions(float8_instructions, name):
         operand.data.view(torch.uint8)[2, 3], operand.data.view(torch.uint8)[3, 5] = 0x7F, 0xFF
     expected = row_scaled(operand)
     check_rows(rows_of_operand(matrix_of(operand), 16), expected, 256)
-    values_of_nan = expected.codes[~expected.beyond.bool()].view(torch.float8_e4m3fn).isnan()
-    assert (expected.codes[~expected.beyond.bool()][values_of_nan] == 0x7F).all()
+    values_of_nan = expected.codes[~expected.out_of_range.bool()].view(torch.float8_e4m3fn).isnan()
+    assert (expected.codes[~expected.out_of_range.bool()][values_of_nan] == 0x7F).all()
 
 
 @pytest.mark.exhaustive(quick=2)

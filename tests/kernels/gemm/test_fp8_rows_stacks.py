@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mxtensor as mx
 from mxtensor.kernels.gemm import fp8_rows_both, fp8_rows_ops
 from mxtensor.kernels.gemm.fp8_rows_both import (
-    columns_by_extremes,
-    rows_and_extremes,
+    columns_by_exponents,
+    rows_and_column_exponents,
     rows_of_both,
     rows_of_groups,
-    why_not_at_once,
     why_not_groups,
+    why_not_rows_first,
 )
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.quantize import triton_tiles
@@ -38,8 +38,8 @@ SIZES = [5, 0, 40, 33]
 def several_tiles(monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(fp8_rows_both, "BUSY", 0)
-        monkeypatch.setattr(triton_tiles, "EXTREMES", (32, 4))
-        monkeypatch.setattr(triton_tiles, "ONE_READ", (256, triton_tiles.ONE_READ[1]))
+        monkeypatch.setattr(triton_tiles, "EXPONENTS", (32, 4))
+        monkeypatch.setattr(triton_tiles, "ROWS_FIRST", (256, triton_tiles.ROWS_FIRST[1]))
         for form in triton_tiles.ROW_SCALED:
             monkeypatch.setitem(triton_tiles.ROW_SCALED, form, (1, 32, 4))
 
@@ -68,14 +68,14 @@ def wide(count, rows, cols, device="cpu"):
     return torch.stack(made).to(device, BF16)
 
 
-def check_operand(codes, row_scale, beyond, scale, x, cast):
-    """Against the definition of one matrix; whether a row of it is beyond the bound."""
+def check_operand(codes, row_scale, out_of_range, scale, x, cast):
+    """Against the definition of one matrix; whether a row of it is out of range."""
     operand = encode(x.cpu(), cast)
-    expected = row_scaled(operand, any_distance=True)
-    check_rows((codes.cpu(), row_scale.cpu(), beyond.cpu()), expected, x.shape[1])
-    marked = expected.beyond.bool()
-    assert torch.equal(scale.cpu()[marked], operand.scale[marked])
-    return bool(marked.any())
+    expected = row_scaled(operand, unlimited_range=True)
+    check_rows((codes.cpu(), row_scale.cpu(), out_of_range.cpu()), expected, x.shape[1])
+    flagged = expected.out_of_range.bool()
+    assert torch.equal(scale.cpu()[flagged], operand.scale[flagged])
+    return bool(flagged.any())
 
 
 def check_stack(made, x, cast):
@@ -96,18 +96,18 @@ def check_groups(row, column, x, cast, ends, block):
     count, (rows, cols) = len(ends), x.shape
     length = Groups(torch.tensor(ends, dtype=torch.int32), rows, block).length
     assert column.shape == (cols, length) and column.groups == count
-    start = place = 0
+    start = column_start = 0
     found = False
     for i, end in enumerate(ends):
         padded = max(-(-(end - start) // block), 1) * block
         part = torch.zeros(padded, cols, dtype=x.dtype)
         part[: end - start] = x[start:end].cpu()
-        own, here = slice(i * cols, (i + 1) * cols), slice(place, place + padded)
-        blocks = slice(place // cast.format.block[1], (place + padded) // cast.format.block[1])
-        four = column.codes[:, here], column.row_scale[own], column.beyond[own], column.scale[:, blocks]
+        own, here = slice(i * cols, (i + 1) * cols), slice(column_start, column_start + padded)
+        blocks = slice(column_start // cast.format.block[1], (column_start + padded) // cast.format.block[1])
+        four = column.codes[:, here], column.row_scale[own], column.out_of_range[own], column.scale[:, blocks]
         found |= check_operand(*four, part.t().contiguous(), cast)
-        start, place = end, place + padded
-    assert not column.codes[:, place:].any()
+        start, column_start = end, column_start + padded
+    assert not column.codes[:, column_start:].any()
     return found
 
 
@@ -123,9 +123,9 @@ def stack_case(device, name, shape):
     alone, other = rows_of_both(x, cast, rowwise=False)
     assert alone is None
     check_stack(other, x.mT.contiguous(), cast)
-    row, extremes = rows_and_extremes(x, cast)
+    row, exponents = rows_and_column_exponents(x, cast)
     check_stack(row, x, cast)
-    check_stack(columns_by_extremes(x, cast, extremes), x.mT.contiguous(), cast)
+    check_stack(columns_by_exponents(x, cast, exponents), x.mT.contiguous(), cast)
 
 
 def groups_case(device, name, sizes, after, cols, block):
@@ -152,18 +152,18 @@ def random_case(device, name, sizes, after, cols):
     row, column = rows_of_groups(x, cast, groups)
     check_operand(*row[:4], x, cast)
     whole = encode(groups.padded(x).t().contiguous().cpu(), replace(cast, seed=cast.seed + 1))
-    values, place = element_codes(whole), 0
+    values, column_start = element_codes(whole), 0
     for i, n in enumerate(sizes):
-        until = place + max(-(-n // 32), 1) * 32
-        blocks, own = whole.scale[:, place // 32 : until // 32], slice(i * cols, (i + 1) * cols)
+        until = column_start + max(-(-n // 32), 1) * 32
+        blocks, own = whole.scale[:, column_start // 32 : until // 32], slice(i * cols, (i + 1) * cols)
         bits = cast.format.element.bits
-        packed = whole.data[:, place * bits // 8 : until * bits // 8]
-        part = Operand(packed, blocks, None, cast.format, (cols, until - place))
-        assert torch.equal(element_codes(part), values[:, place:until])
-        expected = row_scaled(part, any_distance=True)
-        made = column.codes[:, place:until], column.row_scale[own], column.beyond[own]
-        check_rows([t.cpu() for t in made], expected, until - place)
-        place = until
+        packed = whole.data[:, column_start * bits // 8 : until * bits // 8]
+        part = Operand(packed, blocks, None, cast.format, (cols, until - column_start))
+        assert torch.equal(element_codes(part), values[:, column_start:until])
+        expected = row_scaled(part, unlimited_range=True)
+        made = column.codes[:, column_start:until], column.row_scale[own], column.out_of_range[own]
+        check_rows([t.cpu() for t in made], expected, until - column_start)
+        column_start = until
 
 
 # ---------------------------------------------------------------------------------------------- in the interpreter
@@ -252,7 +252,7 @@ def test_what_is_not_cast_by_groups():
 def test_which_rows_are_cast_as_they_are_read(monkeypatch):
     monkeypatch.setattr(fp8_rows_both, "BUSY", 12)
     x, cast = torch.empty(4096, 4096, dtype=BF16), mx.Cast.of("mxfp8")
-    assert why_not_at_once(x, cast) is None
+    assert why_not_rows_first(x, cast) is None
     for words, *case in (
         ("does not fill the device with 64 rows", x[:64], cast),
         ("to nearest, not float32", x.float(), cast),
@@ -260,7 +260,7 @@ def test_which_rows_are_cast_as_they_are_read(monkeypatch):
         ("to nearest", x, mx.Cast.of("mxfp4", rounding="stochastic")),
         ("at most 16384 columns", torch.empty(4096, 16416, dtype=BF16), cast),
     ):
-        assert words in why_not_at_once(*case)
+        assert words in why_not_rows_first(*case)
 
 
 def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend, monkeypatch):
@@ -282,7 +282,7 @@ def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend, monkeypatch):
         assert len(ops.cast_groups_to_rows(fake_x, ends, 32, *arguments, False)) == 1
     for made, other in zip(eager, fake, strict=True):
         assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in other]
-    first, second = ops.cast_rows_and_extremes, ops.cast_columns_by_extremes
+    first, second = ops.cast_rows_and_column_exponents, ops.cast_columns_by_exponents
     made = first(stack, *arguments)
     made.append(second(stack, made[1], *arguments))
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -292,7 +292,7 @@ def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend, monkeypatch):
     assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in other]
     with pytest.raises(ValueError, match="at most 16384 columns in registers, got 32768"):
         first(torch.zeros(16, 32768, dtype=BF16), *arguments)
-    with pytest.raises(ValueError, match=r"extremes must have shape \(128,\)"):
+    with pytest.raises(ValueError, match=r"exponents must have shape \(128,\)"):
         second(stack, made[1][1:], *arguments)
     with pytest.raises(ValueError, match="pads groups to"):
         ops.cast_groups_to_rows(x, groups.given, 96, *arguments, True)

@@ -1,8 +1,8 @@
-"""Elements of fewer than 8 bits as row-scaled E4M3: a value is rounded, and scaled for its row, without a code between.
+"""Sub-byte elements as row-scaled E4M3: a value is rounded, and scaled for its row, without a code between.
 
 A word has two bfloat16 values. Each is rounded to a value of its element, which bfloat16 represents, and multiplied by
-a power of two; E4M3 has the product or rounds it. Blocks that are not finite give any codes: the scales of their rows
-are NaN.
+2^shift; E4M3 represents the product or rounds it. Blocks that are not finite give any codes: the scales of their rows
+are NaN. The words are those of the glossary in ``numerics/row_scaled.py``.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 from .elements import dither, float_of
 from .quantize import nothing_of, random_words
 from .row_scaled import exponent_of, to_e4m3
-from .row_scaled_moved import OWN_TOP
+from .row_scaled_rescale import UNCHANGED_EXPONENT
 from .values import round_words, side_by_side
 from .words import E4M3_COLUMNS, E4M3_ROW, high_value, low_value
 
@@ -25,13 +25,13 @@ E4M3_OF_COLUMNS, E4M3_OF_ROW = _without_products(E4M3_COLUMNS), _without_product
 
 
 @triton.jit
-def power_of_shift(stored, top, C: tl.constexpr, R: tl.constexpr):
-    """What rounded values of blocks with these stored scales are multiplied by, float32: a power of two. ``top`` is the
-    exponent of their row, or OWN_TOP."""
-    e, _kind = exponent_of(stored, C)
-    up = e - top + R.up
-    up = tl.where(up < -OWN_TOP // 2, 0, tl.minimum(tl.maximum(up, -126), 15))
-    return float_of((up + 127) << 23)
+def shift_power(stored, row_exponent, C: tl.constexpr, R: tl.constexpr):
+    """2^shift of blocks with these stored scales, float32: rounded values are multiplied by it. ``row_exponent`` is
+    that of their row, or UNCHANGED_EXPONENT."""
+    exponent, _special = exponent_of(stored, C)
+    shift = exponent - row_exponent + R.offset
+    shift = tl.where(shift < -UNCHANGED_EXPONENT // 2, 0, tl.minimum(tl.maximum(shift, -126), 15))
+    return float_of((shift + 127) << 23)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def e4m3_row(word, R: tl.constexpr):
 
 
 @triton.jit
-def row_codes_moved(word, multiplier, power, four, seed_ptr, C: tl.constexpr, R: tl.constexpr):
+def rescaled_row_codes(word, multiplier, power, four, seed_ptr, C: tl.constexpr, R: tl.constexpr):
     """Codes of words (Q, W, J, 2) with four values of a row each; multiplier, power (Q, W, J, 1); four (Q, W, J): their
     number in the operand."""
     shape: tl.constexpr = word.shape
@@ -97,7 +97,7 @@ def row_codes_moved(word, multiplier, power, four, seed_ptr, C: tl.constexpr, R:
 
 
 @triton.jit
-def column_codes_moved(
+def rescaled_column_codes(
     w0, w1, w2, w3, low, high, low_power, high_power, four, next_four, seed_ptr, C: tl.constexpr, R: tl.constexpr
 ):
     """Codes of four rows of words: one int32 of their low columns, one of their high columns; four, next_four: the
