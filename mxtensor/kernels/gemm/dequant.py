@@ -262,7 +262,7 @@ def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQua
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     if has_group_scales(a):
-        left_rows, right_rows = (group_scales.with_rows(_in_bfloat16(side)) for side in (a, b))
+        left_rows, right_rows = (group_scales.rows_with_scales(_in_bfloat16(side)) for side in (a, b))
         return fp8_rows_groups_mm.multiply(*left_rows, *right_rows, ends, a.shape[0])
     left, _ = _values(a)
     if left.device.type == "cuda":
@@ -294,7 +294,7 @@ def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, ar
 
 def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
     if has_group_scales(a):
-        left_columns, right_columns = (group_scales.with_columns(_in_bfloat16(side), groups) for side in (a, b))
+        left_columns, right_columns = (group_scales.columns_with_scales(_in_bfloat16(side), groups) for side in (a, b))
         return fp8_rows_groups_mm.multiply(*left_columns, *right_columns, groups.given, groups.rows, groups.block)
     left, right = _values(a)[0], _values(b)[0]
     if left.device.type == "cuda":  # the padding of a group is zeros, and every group has some rows

@@ -123,22 +123,22 @@ class _Matrices(NamedTuple):
         """The rows to whose multiples groups are padded; 0 for a stack."""
         return 0 if self.groups is None else self.groups.block
 
-    def tiles(self, high: int) -> int:
+    def tiles(self, tile_rows: int) -> int:
         """The most tiles of so many rows."""
         if self.groups is None:
-            return self.number * ceil_div(self.rows, high)
-        return self.groups.length // high + self.number + 2
+            return self.number * ceil_div(self.rows, tile_rows)
+        return self.groups.length // tile_rows + self.number + 2
 
 
-def _tile_map(groups: Groups, high: int, tiles: int) -> Tensor:
+def _tile_map(groups: Groups, tile_rows: int, tiles: int) -> Tensor:
     """int32 (tiles, 8): the tile map of tiles of so many rows, by ``row_scaled_tile_map.map_tiles_of_groups``."""
     out, power = torch.empty(tiles, 8, dtype=torch.int32, device=groups.given.device), power_above(groups.number)
-    many = max(1, TILE_MAP_PAIRS // power)
+    tiles_per_program = max(1, TILE_MAP_PAIRS // power)
     launch(
         device_code("row_scaled_tile_map.map_tiles_of_groups"),
-        ceil_div(tiles, many),
+        ceil_div(tiles, tiles_per_program),
         (groups.given.contiguous(), out, groups.number, groups.rows, groups.length // groups.block, tiles),
-        (high, groups.block, power, many),
+        (tile_rows, groups.block, power, tiles_per_program),
         4,
     )
     return out
@@ -153,25 +153,25 @@ class _Passes:
         self.cast, self.matrices, self.form, device = cast, matrices, form, x.device
         self.code, self.constants = code_of(cast, device), constants_of(cast.format.element, device)
         self.block, self.words = cast.format.block[1], x.shape[1] // 2
-        self.spans, self.wide, self.warps = tiles.ROW_SCALED[form]
-        self.high = max(self.spans * 32, self.block, matrices.pad)
-        self.count = matrices.tiles(self.high)
-        tile_map = None if matrices.groups is None else _tile_map(matrices.groups, self.high, self.count)
-        self.given = tile_map, matrices.number, matrices.rows, self.words, self.x.stride(0) // 2
+        self.spans, self.tile_words, self.warps = tiles.ROW_SCALED[form]
+        self.tile_rows = max(self.spans * 32, self.block, matrices.pad)
+        self.tile_count = matrices.tiles(self.tile_rows)
+        tile_map = None if matrices.groups is None else _tile_map(matrices.groups, self.tile_rows, self.tile_count)
+        self.tile_arguments = tile_map, matrices.number, matrices.rows, self.words, self.x.stride(0) // 2
 
     def even(self, wide: int) -> tuple[bool, bool]:
         """Whether all tiles of so many words, and all their rows, are whole."""
         whole = self.words % wide == 0
-        return whole and self.matrices.groups is None and self.matrices.rows % self.high == 0, whole
+        return whole and self.matrices.groups is None and self.matrices.rows % self.tile_rows == 0, whole
 
     def rows_and_column_exponents(self, row: RowOperand, column_exponents: Tensor) -> None:
         """Fill the operand of the rows and find the exponents of the columns."""
         low, wide, warps = _rows_first_tile(self.block, self.words)
         launch(
             device_code("row_scaled_rows_first.rows_and_column_exponents"),
-            self.count * (self.high // self.block),
-            (self.x, column_exponents, *row[:4], *self.given, ceil_div(2 * self.words, self.block)),
-            (self.code, self.constants, self.high, low, wide, *self.even(wide), self.matrices.pad),
+            self.tile_count * (self.tile_rows // self.block),
+            (self.x, column_exponents, *row[:4], *self.tile_arguments, ceil_div(2 * self.words, self.block)),
+            (self.code, self.constants, self.tile_rows, low, wide, *self.even(wide), self.matrices.pad),
             warps,
         )
 
@@ -181,10 +181,10 @@ class _Passes:
         wide = max(wide, self.block // 2)
         launch(
             device_code("row_scaled_exponents.exponents_of_both"),
-            self.count * ceil_div(self.words, wide),
-            (self.x, row_exponents, column_exponents, *self.given),
+            self.tile_count * ceil_div(self.words, wide),
+            (self.x, row_exponents, column_exponents, *self.tile_arguments),
             (
-                self.code, self.constants, self.high, wide, row_exponents is not None, *self.even(wide),
+                self.code, self.constants, self.tile_rows, wide, row_exponents is not None, *self.even(wide),
                 self.matrices.pad, self.cast.format.square,
             ),
             warps,
@@ -194,18 +194,18 @@ class _Passes:
         self, row: RowOperand | None, column: RowOperand, row_exponents: Tensor | None, column_exponents: Tensor
     ) -> None:
         """Fill the operand of the transpose, and that of the rows if it is given."""
-        wide, length = max(self.wide, self.block // 2), column.shape[-1]
+        wide, length = max(self.tile_words, self.block // 2), column.shape[-1]
         launch(
             device_code("row_scaled_both.cast_both_to_rows"),
-            self.count * ceil_div(self.words, wide),
+            self.tile_count * ceil_div(self.words, wide),
             (
                 self.x, row_exponents, column_exponents, *((None,) * 4 if row is None else row[:4]), *column[:4],
-                seed_of(self.cast, self.x.device), *self.given, self.words, ceil_div(2 * self.words, self.block),
-                ceil_div(length, self.block), length // INNER,
+                seed_of(self.cast, self.x.device), *self.tile_arguments, self.words,
+                ceil_div(2 * self.words, self.block), ceil_div(length, self.block), length // INNER,
             ),
             (
-                self.code, self.constants, self.high // 32, wide, row is not None, *self.even(wide), self.matrices.pad,
-                self.cast.format.square,
+                self.code, self.constants, self.tile_rows // 32, wide, row is not None, *self.even(wide),
+                self.matrices.pad, self.cast.format.square,
             ),
             self.warps,
         )  # fmt: skip

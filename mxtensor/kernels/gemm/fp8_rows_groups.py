@@ -96,7 +96,7 @@ def scales_of_groups(side: RowOperand, count: int) -> Tensor:
 def _rows(side: GemmOperand) -> tuple[Tensor, Tensor]:
     """(codes, scales of rows) of rows in groups (M, K), or of a stack (G, N, K)."""
     if isinstance(side, FakeQuantized):
-        return group_scales.with_rows(side)
+        return group_scales.rows_with_scales(side)
     made = row_scaled_side(side)
     codes = made.codes.view(torch.float8_e4m3fn)
     return codes.view(*made.shape[:-1], codes.shape[1]), made.row_scale.flatten()
@@ -105,7 +105,7 @@ def _rows(side: GemmOperand) -> tuple[Tensor, Tensor]:
 def _columns(side: GemmOperand, groups: Groups) -> tuple[Tensor, Tensor]:
     """(codes, scales of rows of each group) of the columns of groups."""
     if isinstance(side, FakeQuantized):
-        return group_scales.with_columns(side, groups)
+        return group_scales.columns_with_scales(side, groups)
     made = row_scaled_side(side)
     return made.codes.view(torch.float8_e4m3fn), scales_of_groups(made, groups.number)
 

@@ -14,23 +14,23 @@ def _scale(side: FakeQuantized) -> Tensor:
     return side.global_scale
 
 
-def of_rows(side: FakeQuantized) -> Tensor:
+def scales_of_rows(side: FakeQuantized) -> Tensor:
     """float32 (rows,), from those of rows in groups (M, K) or of a stack (G, N, K)."""
     return _scale(side).expand(*side.shape[:-1], 1).reshape(-1)
 
 
-def of_columns(side: FakeQuantized, groups: Groups) -> Tensor:
+def scales_of_columns(side: FakeQuantized, groups: Groups) -> Tensor:
     """float32 (G * rows,), from those of the columns of padded groups (rows, P)."""
     scale = _scale(side).expand(side.shape[0], groups.length)
     starts = F.pad(groups.padded_ends, (1, 0)).narrow(0, 0, groups.number).clamp(max=groups.length - 1)
     return scale.index_select(1, starts).t().reshape(-1)
 
 
-def with_rows(side: FakeQuantized) -> tuple[Tensor, Tensor]:
-    """Values, and ``of_rows``: a side of ``fp8_rows_groups_mm.multiply``."""
-    return side.values.contiguous(), of_rows(side)
+def rows_with_scales(side: FakeQuantized) -> tuple[Tensor, Tensor]:
+    """Values, and ``scales_of_rows``: a side of ``fp8_rows_groups_mm.multiply``."""
+    return side.values.contiguous(), scales_of_rows(side)
 
 
-def with_columns(side: FakeQuantized, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Values, and ``of_columns``."""
-    return side.values.contiguous(), of_columns(side, groups)
+def columns_with_scales(side: FakeQuantized, groups: Groups) -> tuple[Tensor, Tensor]:
+    """Values, and ``scales_of_columns``."""
+    return side.values.contiguous(), scales_of_columns(side, groups)

@@ -63,6 +63,43 @@ def cast_rows(
     return stored
 
 
+@triton.jit
+def cast_rows_of_tile(
+    w0, w1, w2, w3, row, col, row_exponents_ptr, codes_ptr, row_scale_ptr, flags_ptr, scale_ptr, seed_ptr,
+    square_bits, first_row, first_word, rows_left, words_left, right, width, scale_cols,
+    C: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    """Store the codes of four groups of rows of words (Q, W, J, V), their row scales and flags, and the scales of
+    blocks in rows that are out of range. ``right``: the number of the tile in its rows."""
+    row_ptr = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (first_row.to(tl.int64) * width + first_word)
+    first_four = first_word // w0.shape[3]
+    s0 = cast_rows(
+        w0, row, col, row_ptr, rows_left, words_left, width, row_exponents_ptr, first_row, first_four,
+        seed_ptr, square_bits, C, R, NB, EVEN, WIDE, SQUARE,
+    )  # fmt: skip
+    s1 = cast_rows(
+        w1, row + 1, col, row_ptr, rows_left, words_left, width, row_exponents_ptr, first_row, first_four,
+        seed_ptr, square_bits, C, R, NB, EVEN, WIDE, SQUARE,
+    )  # fmt: skip
+    s2 = cast_rows(
+        w2, row + 2, col, row_ptr, rows_left, words_left, width, row_exponents_ptr, first_row, first_four,
+        seed_ptr, square_bits, C, R, NB, EVEN, WIDE, SQUARE,
+    )  # fmt: skip
+    s3 = cast_rows(
+        w3, row + 3, col, row_ptr, rows_left, words_left, width, row_exponents_ptr, first_row, first_four,
+        seed_ptr, square_bits, C, R, NB, EVEN, WIDE, SQUARE,
+    )  # fmt: skip
+    line = tl.arange(0, w0.shape[1] * SPAN)
+    tile, inside = first_row + line[:, None], line[:, None] < rows_left
+    block = right * NB + tl.arange(0, NB)[None, :]
+    _exponent, out_of_range, _scale = load_row_scale(row_exponents_ptr, tile, inside, R)
+    scale_row = tile // C.block if SQUARE else tile
+    to = scale_ptr + scale_row.to(tl.int64) * scale_cols + block
+    tl.store(to, in_row_order(s0, s1, s2, s3), mask=inside & out_of_range & (block < scale_cols))
+    if right == 0:
+        store_row_scales(row_exponents_ptr, row_scale_ptr, flags_ptr, first_row + line, line < rows_left, R)
+
+
 # ---------------------------------------------------------------------------------------------- the columns
 
 
@@ -117,6 +154,25 @@ def for_each_word(t, SHAPE: tl.constexpr, C: tl.constexpr):
     if G > 1:
         t = over_spans(t, G)
     return tl.broadcast_to(t[:, :, None, :], SHAPE)
+
+
+@triton.jit
+def cast_columns(
+    w0, w1, w2, w3, low, high, low_shift, high_shift, low_finite, high_finite, four, fours, seed_ptr,
+    C: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Rescaled codes of four groups of rows of words (Q, W, J, V): an int32 of the low columns of four rows, and one of
+    the high columns. ``low``, ``high``: their multipliers; ``four``: the number of the four low codes in the operand of
+    the transpose, whose rows have ``fours`` of them."""
+    if C.bits < 8:
+        return rescaled_column_codes(
+            w0, w1, w2, w3, low, high, low_shift, high_shift, four, four + fours, seed_ptr, C, R
+        )  # fmt: skip
+    else:
+        low_code, high_code = column_codes(w0, w1, w2, w3, low, high, C)
+        if C.float8 == "":
+            low_code, high_code = nan_of_blocks(low_code, low_finite, C), nan_of_blocks(high_code, high_finite, C)
+        return rescale_four(low_code, low_shift, C, R), rescale_four(high_code, high_shift, C, R)
 
 
 # ---------------------------------------------------------------------------------------------- both
@@ -184,16 +240,10 @@ def cast_both_to_rows(
     shape: tl.constexpr = (Q, W, J, V)
     low, high = for_each_word(low, shape, C), for_each_word(high, shape, C)
     low_shift, high_shift = for_each_word(low_shift, shape, C), for_each_word(high_shift, shape, C)
-    if C.bits < 8:
-        number = (first_tcolumn + 2 * (first_word + col)).to(tl.int64) * fours + (to_col // 4 + w * (SPAN // 4) + j)
-        low_four, high_four = rescaled_column_codes(
-            w0, w1, w2, w3, low, high, low_shift, high_shift, number, number + fours, seed_ptr, C, R
-        )
-    else:
-        low_code, high_code = column_codes(w0, w1, w2, w3, low, high, C)
-        if C.float8 == "":
-            low_code, high_code = nan_of_blocks(low_code, low_finite, C), nan_of_blocks(high_code, high_finite, C)
-        low_four, high_four = rescale_four(low_code, low_shift, C, R), rescale_four(high_code, high_shift, C, R)
+    number = (first_tcolumn + 2 * (first_word + col)).to(tl.int64) * fours + (to_col // 4 + w * (SPAN // 4) + j)
+    low_four, high_four = cast_columns(
+        w0, w1, w2, w3, low, high, low_shift, high_shift, low_finite, high_finite, number, fours, seed_ptr, C, R
+    )
     four = as_matrix(tl.reshape(tl.join(low_four, high_four), (Q, W, J, 2 * V)))
     if PAD > 0:
         four = tl.where(in_matrix, four, 0)
@@ -208,31 +258,8 @@ def cast_both_to_rows(
         trow, exists = matrix * cols + each, (each < cols) & in_matrix
         store_row_scales(column_exponents_ptr, trow_scale_ptr, tflags_ptr, trow, exists, R)
     if ROWS:
-        of_rows = row_exponents_ptr
-        row_ptr = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (first_row.to(tl.int64) * width + first_word)
-        at = first_word // V
-        s0 = cast_rows(
-            w0, row, col, row_ptr, rows_left, words_left, width, of_rows, first_row, at, seed_ptr, square_bits,
+        cast_rows_of_tile(
+            w0, w1, w2, w3, row, col, row_exponents_ptr, codes_ptr, row_scale_ptr, flags_ptr, scale_ptr, seed_ptr,
+            square_bits, first_row, first_word, rows_left, words_left, right, width, scale_cols,
             C, R, NB, EVEN, WIDE, SQUARE,
         )  # fmt: skip
-        s1 = cast_rows(
-            w1, row + 1, col, row_ptr, rows_left, words_left, width, of_rows, first_row, at, seed_ptr, square_bits,
-            C, R, NB, EVEN, WIDE, SQUARE,
-        )  # fmt: skip
-        s2 = cast_rows(
-            w2, row + 2, col, row_ptr, rows_left, words_left, width, of_rows, first_row, at, seed_ptr, square_bits,
-            C, R, NB, EVEN, WIDE, SQUARE,
-        )  # fmt: skip
-        s3 = cast_rows(
-            w3, row + 3, col, row_ptr, rows_left, words_left, width, of_rows, first_row, at, seed_ptr, square_bits,
-            C, R, NB, EVEN, WIDE, SQUARE,
-        )  # fmt: skip
-        line = tl.arange(0, W * SPAN)
-        tile, inside = first_row + line[:, None], line[:, None] < rows_left
-        block = right * NB + tl.arange(0, NB)[None, :]
-        _exponent, out_of_range, _scale = load_row_scale(row_exponents_ptr, tile, inside, R)
-        scale_row = tile // C.block if SQUARE else tile
-        to = scale_ptr + scale_row.to(tl.int64) * scale_cols + block
-        tl.store(to, in_row_order(s0, s1, s2, s3), mask=inside & out_of_range & (block < scale_cols))
-        if right == 0:
-            store_row_scales(row_exponents_ptr, row_scale_ptr, flags_ptr, first_row + line, line < rows_left, R)

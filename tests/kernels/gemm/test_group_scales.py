@@ -66,15 +66,15 @@ def test_a_scale_belongs_to_each_row_of_each_group():
     format, ends = get_format("nvfp4"), torch.tensor([20, 20, 50], dtype=torch.int32)
     groups = layout_of(ends, 50, RECIPES["nvfp4"][0].linear_recipe())
     rows = FakeQuantized(torch.zeros(50, 32), torch.arange(50.0)[:, None], format)
-    assert torch.equal(group_scales.of_rows(rows), torch.arange(50.0))
+    assert torch.equal(group_scales.scales_of_rows(rows), torch.arange(50.0))
     stack = FakeQuantized(torch.zeros(3, 2, 32), torch.tensor([1.0, 2.0, 3.0])[:, None, None], format)
-    assert group_scales.of_rows(stack).tolist() == [1, 1, 2, 2, 3, 3]
+    assert group_scales.scales_of_rows(stack).tolist() == [1, 1, 2, 2, 3, 3]
     assert groups.padded_ends.tolist() == [32, 48, 80]
     place = torch.arange(float(groups.length))
     columns = FakeQuantized(torch.zeros(2, groups.length), torch.stack([place, 100 + place]), format)
-    assert group_scales.of_columns(columns, groups).tolist() == [0, 100, 32, 132, 48, 148]
+    assert group_scales.scales_of_columns(columns, groups).tolist() == [0, 100, 32, 132, 48, 148]
     shared = FakeQuantized(columns.values, place[None], format)
-    assert group_scales.of_columns(shared, groups).tolist() == [0, 0, 32, 32, 48, 48]
+    assert group_scales.scales_of_columns(shared, groups).tolist() == [0, 0, 32, 32, 48, 48]
 
 
 @pytest.mark.parametrize("where", ["left", "right", "both"])
