@@ -19,7 +19,7 @@ from mxtensor.kernels.gemm import select
 from mxtensor.kernels.gemm.spec import Form
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import kernel as small_m
-from mxtensor.kernels.small_m import launch, ops, plan_launch
+from mxtensor.kernels.small_m import later_launch, launch, ops
 from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.numerics.operand import Operand
 from mxtensor.tensor.mxtensor import MXTensor
@@ -127,7 +127,7 @@ def test_the_same_plan_says_which_form_a_kernel_wants_and_runs_the_product(kerne
 def launches(monkeypatch):
     """Products of few rows run on the CPU, by one launch; the inputs of launches that came from a plan."""
     monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
-    monkeypatch.setattr(plan_launch, "PackedLaunches", cuda_on_cpu.PackedLaunches)
+    monkeypatch.setattr(later_launch, "PackedLaunches", cuda_on_cpu.PackedLaunches)
     monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
     monkeypatch.setattr(launch, "choose_config", lambda *args: ONE_LAUNCH)
@@ -138,14 +138,14 @@ def launches(monkeypatch):
     monkeypatch.setattr(select, "GROUPED", tuple(stacks if k is small_m.GROUPED else k for k in select.GROUPED))
     monkeypatch.setattr(select, "has_launches", lambda *given: True)
     calls, lock = [], threading.Lock()
-    whole = plan_launch.Launch.run
+    whole = later_launch.Launch.run
 
     def counted(self, x, *results):
         calls.append(x)
         with lock:  # the stand-in for a GPU runs one kernel at a time
             whole(self, x, *results)
 
-    monkeypatch.setattr(plan_launch.Launch, "run", counted)
+    monkeypatch.setattr(later_launch.Launch, "run", counted)
     yield calls
     launch.resolve.cache_clear()
 

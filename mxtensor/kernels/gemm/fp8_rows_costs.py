@@ -32,7 +32,7 @@ FRESH = ("fprop", "dgrad", "wgrad")
 """Products whose right operand is cast anew in each step, so that no form of it is cached."""
 LAUNCH = 2.0
 """The start of a kernel that casts, and that of the exact product, which finds no row to multiply."""
-CAST_WHILE_PREPARED = 0.7
+CAST_IN_PLAN = 0.7
 """What a cast adds to the kernel that prepares the activations of ``small_m``."""
 TRAINED = 1 / 2.2e6
 """Bytes of a cast for training: both copies of a value from two reads take 6, or 3 for each product; not fitted."""
@@ -97,7 +97,7 @@ def slower(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str | 
     name, theirs = "dequant", dequant(rows, width, cols, right)
     if rows <= most_rows(spec.capability) and small_m.KERNEL.refuses(spec, a, b, args) is None:
         known = expected_time(right, rows, width, cols)
-        name, theirs = "small_m", math.inf if known is None else known + CAST_WHILE_PREPARED + 3e-7 * rows * cols
+        name, theirs = "small_m", math.inf if known is None else known + CAST_IN_PLAN + 3e-7 * rows * cols
     return _slower_than(name, theirs, ours) if theirs < ours else None
 
 

@@ -7,7 +7,7 @@ A repeated product, from ``F.linear`` to the driver:
       v
     Plan.launch(x), one of
       cpu_codes.BoundProduct             the C++ op ``cpu_linear_bound``; no driver
-      small_m.plan_launch.Launch         allocates the result and the scratch memory
+      small_m.later_launch.Launch         allocates the result and the scratch memory
         -> packed_launches.PackedLaunches  -> a host call
       ops.repeated.RepeatedProduct       the kernel has no ``launch_for``: a recorded program (core/program.py),
         -> its steps                       whose launches are host calls, too

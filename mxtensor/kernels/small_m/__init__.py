@@ -28,6 +28,6 @@ Three kernels do this; ``LaunchConfig.kind`` names them:
 
 Files, in the order of a call: ``kernel.py`` (which calls the kernel takes, the custom ops), ``launch.py`` (converts
 activations, launches), ``heuristics.py`` (chooses a config from the measured table ``sm90.json``), ``config.py`` (what
-a kernel is compiled with), ``shared_memory.py`` (whether it fits); ``plan_launch.py`` has the launch of later calls.
+a kernel is compiled with), ``shared_memory.py`` (whether it fits); ``later_launch.py`` has the launch of later calls.
 The device code is in ``kernels/cuda/``.
 """

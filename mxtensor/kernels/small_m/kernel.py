@@ -38,9 +38,9 @@ from ..runtime.availability import no_cuda_sources
 from ..runtime.cuda_macros import ELEMENTS, TYPES
 from .config import SCALES, can_use_wgmma
 from .heuristics import most_rows
+from .later_launch import GroupedLaunch, Launch, make_launch
 from .launch import Weight, launch
 from .ops import HALVES, is_cast_here, small_m
-from .plan_launch import GroupedLaunch, Launch, make_launch
 
 # ---------------------------------------------------------------------------------------------- refusals
 

@@ -18,8 +18,8 @@ from ...numerics.formats import E8M0, UE4M3, Format, Rounding, ScaleCalculationM
 from ..runtime.check import check_argument, check_codes, check_scalars
 from ..runtime.cuda_macros import ELEMENTS, TYPES
 from .config import SCALES
+from .later_launch import GroupedLaunch, Launch, SharedLaunch, make_launch
 from .launch import Weight, launch
-from .plan_launch import GroupedLaunch, Launch, SharedLaunch, make_launch
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import mxtensor as mx
 from mxtensor.kernels.runtime import nvrtc
-from mxtensor.kernels.small_m import heuristics, launch, plan_launch
+from mxtensor.kernels.small_m import heuristics, later_launch, launch
 from mxtensor.kernels.small_m.config import ELEMENTS, LaunchConfig, registers
 from mxtensor.kernels.small_m.costs import Cost, costs_of
 from mxtensor.kernels.small_m.heuristics import expected_time
@@ -227,13 +227,13 @@ def test_a_product_is_one_launch_without_scratch_memory(monkeypatch):
 
 @needs_compiler
 def test_a_repeated_product_has_the_bits_of_the_first(monkeypatch):
-    monkeypatch.setattr(plan_launch, "PackedLaunches", cuda_on_cpu.PackedLaunches)
+    monkeypatch.setattr(later_launch, "PackedLaunches", cuda_on_cpu.PackedLaunches)
     monkeypatch.setattr(launch, "choose_config", lambda *args: ONE)
     monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
     weights = [weight("mxfp8", n, 256) for n in (40, 90)]
     given = [launch.Weight(w.data, w.scale, None, torch.randn(w.shape[0]).bfloat16()) for w in weights]
     x = torch.randn(5, 256).bfloat16()
-    repeated = plan_launch.make_launch(x, given, MXFP8, 256, None, kind=plan_launch.SharedLaunch)
+    repeated = later_launch.make_launch(x, given, MXFP8, 256, None, kind=later_launch.SharedLaunch)
     assert repeated.scratch_bytes == 0
     for size in (1, 100):  # x elsewhere, with other values
         x = torch.randn(5, 256).bfloat16() * size
