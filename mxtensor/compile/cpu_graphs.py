@@ -31,10 +31,10 @@ class ReplacedError(Exception):
     """A parameter of another kind was given to a graph: torch compiles for the kinds that it has seen."""
 
 
-def _kind(parameter: Any) -> tuple[Any, ...]:
+def kind_of(tensor: Any) -> tuple[Any, ...]:
     """What a compiled graph takes to be the same in every call."""
-    flat = parameter.__tensor_flatten__() if hasattr(parameter, "__tensor_flatten__") else None
-    return type(parameter), parameter.dtype, parameter.device, parameter.shape, parameter.stride(), flat
+    flat = tensor.__tensor_flatten__() if hasattr(tensor, "__tensor_flatten__") else None
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), flat
 
 
 class CpuGraph:
@@ -109,9 +109,9 @@ class CpuGraph:
             places = [i for i, arg in enumerate(args) if isinstance(arg, Parameter)]
             self._parameters_of = picker(places)
             self._parameters = self._parameters_of(args)
-            self._kinds = [_kind(parameter) for parameter in self._parameters]
+            self._kinds = [kind_of(parameter) for parameter in self._parameters]
         elif not same(found := self._parameters_of(args), self._parameters):
-            if [_kind(parameter) for parameter in found] != self._kinds:
+            if [kind_of(parameter) for parameter in found] != self._kinds:
                 raise ReplacedError
             for graph in self._graphs:
                 graph.forget()

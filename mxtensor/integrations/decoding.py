@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,15 +14,18 @@ from ..compile.cpu_graphs import CpuGraph, ReplacedError, backend
 from ..compile.cpu_recording import joined, same
 from ..core.arguments import described
 from ..core.compat_compile import compiled_alone
+from .module_attributes import attributes_of
 
 ModelT = TypeVar("ModelT", bound=Any)
+MOST_STATES = 8
+"""For so many different attributes of the modules, such as adapters in use, a model has compiled steps at a time."""
 
 
 def compile_decoding(model: ModelT) -> ModelT:
     """Have ``model.generate`` compile its steps of one token on a CPU, in place; returns ``model``.
 
-    ``model``: a model of transformers. The steps need a static cache, which ``generate`` makes, in one size for all
-    calls::
+    ``model``: a model of transformers, or one of peft around it. The steps need a static cache, which ``generate``
+    makes, in one size for all calls::
 
         mx.compile_decoding(model)
         model.generate(**inputs, cache_implementation="static", max_cache_len=1024)
@@ -32,8 +36,10 @@ def compile_decoding(model: ModelT) -> ModelT:
 
     A graph belongs to this model as it is: torch does not check the properties of its modules before each step, which
     takes 2 of 12 ms for the 30 layers of SmolLM2. Steps are compiled again when a module was replaced, or a parameter
-    by one of another kind, as adapters and ``quantize_`` do. Call ``compile_decoding`` again after a change of other
-    attributes, such as ``model.set_attn_implementation``. Values of weights may change in place.
+    by one of another kind, as ``quantize_`` and new adapters do. Attributes of modules, kinds of
+    tensors and the config are compared at the first step after a prompt, and of another cache: ``set_adapter``,
+    ``disable_adapters``, ``set_attn_implementation`` and ``.data`` of another dtype take effect there, and a state that
+    comes back finds its graphs. Values of weights may change in place at any time.
 
     The calls of the compiled code are recorded and made again without Python (``compile/cpu_graphs.py``).
 
@@ -41,8 +47,9 @@ def compile_decoding(model: ModelT) -> ModelT:
     """
     if not callable(getattr(model, "generate", None)):
         raise TypeError(f"compile_decoding: {described(model)} has no generate; pass a model of transformers")
-    before = vars(model).get("forward")
-    model.forward = Decoding(model, before.own if isinstance(before, Decoding) else before)
+    inner = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model  # of peft
+    before = vars(inner).get("forward")
+    inner.forward = Decoding(inner, before.own if isinstance(before, Decoding) else before)
     return model
 
 
@@ -58,15 +65,32 @@ class Decoding:
 
     def __init__(self, model: Any, own: Callable[..., Any] | None = None) -> None:
         self.model, self.own = model, own
-        self._compile()
+        self._forget()
 
-    def _compile(self) -> None:
+    def _forget(self) -> None:
         """Forget the compiled steps; the next one is compiled."""
-        skip = torch.compiler.skip_guard_on_all_nn_modules_unsafe
         self.graphs: list[CpuGraph] = []
-        self._step = compiled_alone(_step, backend=backend(self.graphs), options={"guard_filter_fn": skip})
+        self._steps: list[tuple[list[Any], Callable[..., Any]]] = []  # for the attributes beside it
+        self._step: Callable[..., Any] = _step
         self._modules: tuple[list[dict[str, Any]], list[Any]] = ([], [])
         self._names: list[str] = []
+        self._expect_changes()
+
+    def _expect_changes(self) -> None:
+        """Compare the attributes of the modules before the next step."""
+        self._cache: Callable[[], Any] = lambda: None  # that of the step before
+
+    def _choose_step(self) -> None:
+        """The next step is the one that was compiled for the attributes of now, or a new one."""
+        attributes = attributes_of(self.model)
+        found = [step for known, step in self._steps if known == attributes]
+        if not found:
+            if len(self._steps) == MOST_STATES:
+                self._forget()
+            skip = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+            found = [compiled_alone(_step, backend=backend(self.graphs), options={"guard_filter_fn": skip})]
+            self._steps.append((attributes, found[0]))
+        self._step = found[0]
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -78,11 +102,17 @@ class Decoding:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         eager = self._eager()
-        if args or torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_step(kwargs):
+        if torch.compiler.is_compiling():
+            return eager(*args, **kwargs)
+        if args or torch.is_grad_enabled() or not _is_step(kwargs):
+            self._expect_changes()
             return eager(*args, **kwargs)
         modules, found = self._modules
         if not same(joined(map(dict.values, modules)), found):
-            self._compile()
+            self._forget()
+        if self._cache() is not (cache := kwargs["past_key_values"]):
+            self._choose_step()
+            self._cache = weakref.ref(cache)
         if not self._modules[0]:
             dicts = _dicts(self.model, "_modules")
             self._modules, self._names = (dicts, joined(map(dict.values, dicts))), self._parameter_names()
@@ -93,7 +123,7 @@ class Decoding:
                 raise
         except ReplacedError:
             pass
-        self._compile()
+        self._forget()
         return self(**kwargs)
 
     def _parameter_names(self) -> list[str]:

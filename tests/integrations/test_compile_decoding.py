@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+from mxtensor.integrations import decoding
 
 transformers = pytest.importorskip("transformers", minversion="5")
 STATIC = dict(cache_implementation="static", max_cache_len=64, do_sample=False, max_new_tokens=6, min_new_tokens=6)
@@ -161,6 +162,97 @@ def test_a_step_is_not_compiled_again_for_each_token(make):
     for want, length in zip(expected, (7, 11), strict=True):
         assert torch.equal(tokens(model, prompt(1, length), max_new_tokens=20, min_new_tokens=20), want)
     assert before < graphs() <= before + 4
+
+
+def uncompiled(model):
+    """A copy without compiled steps."""
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        vars(module).pop("forward", None)
+    return copied
+
+
+def of_transformers(peft, config):
+    """A model with two adapters, and how to use one of them or none."""
+    model = llama()
+    model.add_adapter(config, "one"), model.add_adapter(config, "two")
+    return model, lambda name: (model.enable_adapters(), model.set_adapter(name)) if name else model.disable_adapters()
+
+
+def of_peft(peft, config):
+    model = peft.get_peft_model(llama(), config, "one").eval()
+    model.add_adapter("two", config)
+    layers = model.base_model
+
+    def use(name):
+        (layers.enable_adapter_layers if name else layers.disable_adapter_layers)()
+        model.set_adapter(name or "one")
+
+    return model, use
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # of peft, for a second adapter of transformers
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("make", [of_transformers, of_peft])
+def test_other_adapters_take_effect_and_have_graphs_of_their_own(make):
+    peft = pytest.importorskip("peft")
+    model, use = make(peft, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    assert mx.compile_decoding(model) is model
+    given = dict(input_ids=prompt(1, 5), attention_mask=torch.ones(1, 5), **STATIC)
+    before, wanted = graphs(), {}
+    for name in ("one", "two", None) * 2:
+        use(name)
+        if name not in wanted:
+            wanted[name] = uncompiled(model).generate(**given)
+        assert torch.equal(model.generate(**given), wanted[name])
+    assert len({tuple(found[0].tolist()) for found in wanted.values()}) == 3
+    assert graphs() == before + 3
+
+
+def with_another_epsilon(model):
+    model.model.norm.variance_epsilon = 30.0
+
+
+def with_a_hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, result: 2 * result)
+
+
+def with_eager_attention(model):
+    model.set_attn_implementation("eager")
+
+
+def with_another_dtype(model):
+    """The parameter stays the same object."""
+    model.model.embed_tokens.bfloat16()
+
+
+def with_other_strides(model):
+    weight = model.model.embed_tokens.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize(
+    "change", [with_another_dtype, with_other_strides, with_another_epsilon, with_a_hook, with_eager_attention]
+)
+def test_changed_attributes_take_effect_at_the_next_prompt(change):
+    model = mx.compile_decoding(llama(config=None))
+    tokens(model, prompt(1, 5))
+    change(model)
+    want, before = tokens(uncompiled(model), prompt(1, 5)), graphs()
+    for _ in range(2):
+        assert torch.equal(tokens(model, prompt(1, 5)), want)
+    assert graphs() == before + 1
+
+
+def test_of_many_states_some_are_forgotten(monkeypatch):
+    monkeypatch.setattr(decoding, "MOST_STATES", 2)
+    model, before = mx.compile_decoding(llama(config=None)), graphs()
+    for number in (1.0, 2.0, 1.0, 3.0, 1.0):
+        model.model.norm.variance_epsilon = number
+        assert torch.equal(tokens(model, prompt(1, 5)), tokens(uncompiled(model), prompt(1, 5)))
+    assert graphs() == before + 4
 
 
 def test_other_caches_training_and_prompts_stay_eager():
