@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ..core.compat_generated import Code, compiled_by_inductor, hook_compiled_graphs
+from ..core.compat_generated import Code, compiled_by_inductor, forgetter, hook_compiled_graphs
 from ..kernels.runtime import cpu_graph
 from .cpu_recording import Arguments, Recording, is_plain, picker, same
 
@@ -47,6 +47,7 @@ class CpuGraph:
     def __init__(self, graphs: list[CpuGraph]) -> None:
         """``graphs``: those of the same model, which forget replaced parameters together."""
         self.compiled: Callable[..., Any] = lambda *args: None
+        self.forget_inputs: Callable[[], None] | None = None  # to be called once, when torch has compiled
         self._graphs = graphs
         self.refusal: str | None = None
         self.runs = self.recordings = self._unused = self._paused = 0
@@ -87,6 +88,9 @@ class CpuGraph:
             return self._run_generated(args)
 
     def _run_generated(self, args: Arguments) -> Any:
+        if self.forget_inputs is not None:
+            self.forget_inputs()
+            self.forget_inputs = None
         self._check_parameters(args)
         if self.refusal is None:
             self._recording = None
@@ -176,7 +180,7 @@ def backend(graphs: list[CpuGraph]) -> Callable[..., CpuGraph]:
         graph = CpuGraph(graphs)
         token = _compiling.set(graph)
         try:
-            graph.compiled = compiled_by_inductor(module, inputs)
+            graph.compiled, graph.forget_inputs = compiled_by_inductor(module, inputs), forgetter(module)
         finally:
             _compiling.reset(token)
         graphs.append(graph)

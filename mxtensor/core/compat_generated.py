@@ -34,6 +34,34 @@ def compiled_by_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Cal
     return compiled
 
 
+def forgetter(module: torch.fx.GraphModule) -> Callable[[], None]:
+    """A function that drops the weak references to inputs which torch makes while it compiles this graph; call it when
+    torch has compiled it.
+
+    ``torch.utils.swap_tensors``, and so ``model.to()``, refuses a quantized parameter that has a weak reference. torch
+    2.13 does this for its own backends; for others only if a setting of the whole process says so
+    (``torch._dynamo.config.invalidate_compile_context_weakrefs``). Missing: nothing happens, and ``model.to()`` raises.
+    """
+    context: Any = torch._guards.TracingContext.try_get()
+    values = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
+    modes = {
+        id(mode): mode for holder in (context, *values) if (mode := getattr(holder, "fake_mode", None)) is not None
+    }
+    found = [getattr(context, "tensor_to_context", None)]
+    for mode in modes.values():  # of the backend, and of the code that was traced
+        converter = getattr(getattr(mode, "fake_tensor_converter", None), "meta_converter", None)
+        found += (
+            getattr(getattr(converter, "describer", None), name, None) for name in ("lookup_tensor", "lookup_storage")
+        )
+
+    def forget() -> None:
+        for references in found:
+            if references is not None:
+                references.clear()
+
+    return forget
+
+
 def hook_compiled_graphs(change: Callable[[Code, Collection[int]], Code]) -> bool:
     """Let ``change(code, mutated)`` give what runs in the place of the generated code of each compiled graph, also of
     one from torch's caches. ``code`` takes the list of inputs, which it clears, and returns the outputs; ``mutated``

@@ -244,6 +244,27 @@ def test_memory_of_a_weight_that_was_replaced_can_be_freed():
             assert torch.equal(f(x), model(x))
 
 
+def references(compiled, model):
+    """How many weak references to the weight of a layer a compiled call leaves."""
+    with torch.no_grad():
+        compiled(x_like(1, 64))
+    return weakref.getweakrefcount(model.weight)
+
+
+def test_a_layer_may_be_converted_after_it_was_compiled():
+    """``nn.Module.to`` refuses a quantized weight with weak references."""
+    model, other, x = block()[0], block()[0], x_like(1, 64)
+    if references(torch.compile(other, fullgraph=True), other):
+        pytest.skip("this torch leaves references in graphs of its own backend")
+    f = Compiled(model)
+    for _ in range(3):
+        f(x)
+    assert f.graph.runs and references(f, model) == 0
+    model.to(torch.float32)
+    with torch.no_grad():
+        assert torch.equal(f(x.float()), model(x.float()))
+
+
 def others_of(kind):
     plain = nn.Linear(64, 96).bfloat16()
     return {

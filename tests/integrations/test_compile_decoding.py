@@ -246,6 +246,14 @@ def test_changed_attributes_take_effect_at_the_next_prompt(change):
     assert graphs() == before + 1
 
 
+@pytest.mark.exhaustive
+def test_a_model_may_be_converted_after_its_steps_were_compiled():
+    model = mx.compile_decoding(llama())
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        assert torch.equal(tokens(model, prompt(1, 5)), tokens(uncompiled(model), prompt(1, 5)))
+
+
 def test_of_many_states_some_are_forgotten(monkeypatch):
     monkeypatch.setattr(decoding, "MOST_STATES", 2)
     model, before = mx.compile_decoding(llama(config=None)), graphs()
