@@ -165,7 +165,7 @@ NEVER_SEEN = {
     "{value} needs 1 to {value} groups and a block of multiples of {value}; got {value}, {value}",
     "{value} needs contiguous tensors, K and N in multiples of {value}; got {value}",
     "{value} cannot cast to {value}: {value}",
-    "{value}: codes, row scales, marks and rows of scales must be contiguous; use contiguous()",
+    "{value}: codes, row scales, flags and rows of scales must be contiguous; use contiguous()",
     "{value} writes bfloat16 or float16 rows of a multiple of {value} values; not {value}",
     # of a disk that is full: tests/checkpoints/test_files.py
     "{value} cannot be written: {value}",
