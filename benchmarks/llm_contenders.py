@@ -12,6 +12,7 @@ from torch import nn
 
 import mxtensor as mx
 from examples import smollm2
+from mxtensor.compile.cpu_recording import components_of
 from mxtensor.core.compat_compile import compiled_alone
 
 from .harness import Prepare, Work
@@ -63,17 +64,8 @@ def read_bytes(model: Any) -> int:
     for parameter in model.parameters():
         if id(parameter) in lookups and id(parameter) not in products:
             continue
-        tensors = parameter.components if isinstance(parameter, mx.MXTensor) else _inner(parameter)
-        total += sum(t.nbytes for t in tensors)
+        total += sum(t.nbytes for t in components_of(parameter))
     return total
-
-
-def _inner(parameter: Any) -> list[torch.Tensor]:
-    """The tensors of a torchao weight; a plain one is itself."""
-    if not hasattr(parameter, "__tensor_flatten__"):
-        return [parameter]
-    inner = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]
-    return [tensor for part in inner for tensor in _inner(part)]
 
 
 # ---------------------------------------------------------------------------------------------- contenders

@@ -141,7 +141,8 @@ def compare(arguments: argparse.Namespace) -> int:
             rows[name] = compared(x, y, theirs[name].encoded)
             values, size = values + y.numel(), size + rows[name]["bits"] * y.numel() / 8
             step()
-    changed = sorted((name for name, row in rows.items() if not row["equal"]), key=lambda name: _quality(rows[name]))
+    ordered = sorted(rows.items(), key=lambda item: _quality(item[1]))
+    changed = [name for name, row in ordered if not row["equal"]]
     stored = stored_size(arguments.b) if paths[1] != Path(arguments.b) else None  # decoded to bfloat16 for this
     bits = 8 * size / max(values, 1) if stored is None else stored[0]
     text = f"{len(rows) - len(changed)} of {len(rows)} tensors are equal; B has {bits:.4g} bits per value"
@@ -149,8 +150,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if worst is not None:
         text += f"; lowest SQNR: {_ratio(rows[worst])} dB ({worst})"
     lines = [
-        (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}")
-        for name, row in sorted(rows.items(), key=lambda item: _quality(item[1]))
+        (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}") for name, row in ordered
     ]
     missed = [f"only in one of them: {name}" for name in missing]
     shown = len(rows) + len(missing) if arguments.all else SHOWN

@@ -109,12 +109,12 @@ class ContextParallel:
         moved: Tensor = whole.redistribute(placements=[after]).to_local(grad_placements=[of_gradient])
         return moved
 
-    def _gathered(self, t: Tensor) -> Tensor:
+    def _gathered(self, t: Tensor, to_sequence: Tensor) -> Tensor:
         """The positions of all ranks, in the order of a sequence; the gradients of all ranks are summed."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         t = self._moved(t, Shard(POSITIONS), Replicate(), Partial())
-        return self._reordered(t, self._order(t.device)[0])
+        return self._reordered(t, to_sequence)
 
     # ---------------------------------------------------------------------------------------- attention
 
@@ -129,7 +129,8 @@ class ContextParallel:
         of_chunk = partial(_of_chunk, as_tensor=as_tensor or torch.compiler.is_compiling(), attend=attend)
         if self.comm_type == "a2a":
             return self._by_heads(q, k, v, mask_type, window, of_chunk)
-        k, v = self._gathered(k), self._gathered(v)
+        to_sequence, _ = self._order(q.device)
+        k, v = self._gathered(k, to_sequence), self._gathered(v, to_sequence)
         left, right = limits(mask_type, window)
         if left < 0 and right < 0:
             return attend(q, k, v, False, None)

@@ -1,5 +1,5 @@
-// Attention of a few queries over keys and values in codes: each tile of keys is decoded once, into the first cache, for
-// all queries that read it, with a running softmax. Keys are split into ranges, so that threads share one head.
+// Attention of a few queries over keys and values: codes of a tile of keys are decoded once, into the first cache, for all
+// queries that read it, and values are read where they are. The softmax is a running one. Keys are split into ranges, so that threads share one head.
 // attention/cpu.py compiles this file; it and attention_op.cpp call mx_attention for spans of (batch, head, range), then
 // mx_attention_finish.
 #include "attention_products.h"
@@ -116,9 +116,7 @@ int mx_attention(const Attention* p, int64_t first, int64_t end) {
   for (int64_t unit = first; unit < end; unit++) {
     const int64_t head = unit / p->splits, split = unit % p->splits;
     const int64_t begin = split * p->count / p->splits, stop = (split + 1) * p->count / p->splits;
-    if (p->kind == 0) load_rows<float>(*p, head * rows, rows, q);
-    else if (p->kind == 1) load_rows<BFloat16>(*p, head * rows, rows, q);
-    else load_rows<Half>(*p, head * rows, rows, q);
+    with_kind(p->kind, [&](auto value) { load_rows<decltype(value)>(*p, head * rows, rows, q); });
     attend(*p, head / p->heads, head % p->heads, begin, stop, rows, q, p->partials + unit * rows * part_size(p->values));
   }
   return 0;
@@ -130,9 +128,7 @@ void mx_attention_finish(const Attention* p) {
   for (int64_t row = 0; row < p->batch * p->heads * rows; row++) {
     const float* partials = p->partials + (row / rows * p->splits * rows + row % rows) * part;
     const int64_t at = row * p->values.size;
-    if (p->kind == 0) finish_row(*p, partials, rows, static_cast<float*>(p->out) + at);
-    else if (p->kind == 1) finish_row(*p, partials, rows, static_cast<BFloat16*>(p->out) + at);
-    else finish_row(*p, partials, rows, static_cast<Half*>(p->out) + at);
+    with_kind(p->kind, [&](auto value) { finish_row(*p, partials, rows, static_cast<decltype(value)*>(p->out) + at); });
   }
 }
 }

@@ -78,9 +78,7 @@ void load_tile(const Side& side, int64_t b, int64_t h, int64_t first, int64_t n,
 
 // Keys first to first + n - 1 of one head: their values, one key after the other.
 inline void decode_tile(const Side& side, int64_t b, int64_t h, int64_t first, int64_t n, float* out) {
-  if (side.values == 1) return load_tile<float>(side, b, h, first, n, out);
-  if (side.values == 2) return load_tile<BFloat16>(side, b, h, first, n, out);
-  if (side.values == 3) return load_tile<Half>(side, b, h, first, n, out);
+  if (side.values) return with_kind(side.values - 1, [&](auto value) { load_tile<decltype(value)>(side, b, h, first, n, out); });
   const Format& f = *side.format;
   const Decode decode = decoder_of(f.element);
   const int64_t blocks = f.cols < 0 ? 1 : ceil_div(side.size, f.cols), step = padded(side);

@@ -3,8 +3,6 @@
 #pragma once
 #include "attention.h"
 
-#include <type_traits>
-
 namespace {
 
 // Keys or values: those of a key ``step`` values of T after those of the last. ``ahead``: the key so many after one is of
@@ -27,12 +25,8 @@ void with_tile(const Side& side, int64_t b, int64_t h, int64_t first, int64_t n,
   if (side.values == 0 || side.size % LANES) {
     decode_tile(side, b, h, first, n, buffer);
     work(Tile<float>{buffer, padded(side), 0});
-  } else if (side.values == 1) {
-    in_place(float());
-  } else if (side.values == 2) {
-    in_place(BFloat16());
   } else {
-    in_place(Half());
+    with_kind(side.values - 1, in_place);
   }
 }
 
@@ -114,15 +108,6 @@ void add_weighted(const Tile<T>& values, int64_t n, const float* weights, int64_
   for (; at + VECTORS * LANES <= step; at += VECTORS * LANES)
     add_columns<ROWS, VECTORS>(values, n, weights, at, is_first, sums, part);
   for (; at < step; at += LANES) add_columns<ROWS, 1>(values, n, weights, at, is_first, sums, part);
-}
-
-// work(count, first) for rows in runs of four and a last run of fewer; ``count`` is a constant.
-template <typename F> void in_fours(int64_t rows, F work) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) work(std::integral_constant<int, 4>(), r);
-  if (rows - r == 3) work(std::integral_constant<int, 3>(), r);
-  if (rows - r == 2) work(std::integral_constant<int, 2>(), r);
-  if (rows - r == 1) work(std::integral_constant<int, 1>(), r);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "format.h"
 
@@ -41,6 +42,29 @@ constexpr Minifloat HALF(10, 15, 0x7C00), E4M3(3, 7, 0x7F);
 
 struct BFloat16 { uint16_t bits; };
 struct Half { uint16_t bits; };
+
+// work(value) with a value of the type of a Kind.
+template <typename F> void with_kind(int kind, F work) {
+  if (kind == FLOAT32) work(float());
+  else if (kind == BFLOAT16) work(BFloat16());
+  else work(Half());
+}
+
+template <int N> using Int = std::integral_constant<int, N>;
+
+// work(count) for one to three rows; ``count`` is a constant.
+template <typename F> void with_few(int64_t rows, F work) {
+  if (rows == 3) work(Int<3>());
+  if (rows == 2) work(Int<2>());
+  if (rows == 1) work(Int<1>());
+}
+
+// work(count, first) for rows in runs of four and a last run of fewer; ``count`` is a constant.
+template <typename F> void in_fours(int64_t rows, F work) {
+  int64_t first = 0;
+  for (; first + 4 <= rows; first += 4) work(Int<4>(), first);
+  with_few(rows - first, [&](auto count) { work(count, first); });
+}
 
 inline float load(float x) { return x; }
 inline float load(BFloat16 x) { return as_float(int32_t(uint32_t(x.bits) << 16)); }

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+enum Kind { FLOAT32, BFLOAT16, FLOAT16 };  // of values; KINDS in quantize/cpu.py
+
 namespace {
 
 // The fields of _Element in quantize/cpu.py.

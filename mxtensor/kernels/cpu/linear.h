@@ -58,12 +58,6 @@ inline int code_at(int element, const uint8_t* row, int64_t i) {
   return (group[0] | group[1] << 8 | group[2] << 16) >> (i % 4 * 6) & 63;
 }
 
-template <typename F> void with_kind(int kind, F work) {
-  if (kind == FLOAT32) work(float());
-  else if (kind == BFLOAT16) work(BFloat16());
-  else work(Half());
-}
-
 // One row of w with every row of x in double, value by value as the definition says: for infinities, NaN and extreme scales.
 inline void row_in_double(const Problem& p, int64_t n, float* sums, int64_t step) {
   const uint8_t* row = p.data + n * p.row_bytes;

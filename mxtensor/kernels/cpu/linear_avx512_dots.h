@@ -142,12 +142,6 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
   }
 }
 
-template <typename F> void with_few(int64_t rows, F work) {
-  if (rows == 3) work(Int<3>());
-  if (rows == 2) work(Int<2>());
-  if (rows == 1) work(Int<1>());
-}
-
 inline int most_outs(int64_t m, int outs) {  // four for up to three rows of x, else two
   return outs >= 4 && m < 4 ? 4 : outs >= 2 ? 2 : 1;
 }

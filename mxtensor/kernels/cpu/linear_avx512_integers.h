@@ -150,12 +150,9 @@ template <int OUTS, typename I, typename S>
 void integer_rows(const Problem& p, const I& decode, const uint8_t* w, int64_t w_step, const S& scales, float* sums, int64_t step) {
   const int64_t x_bytes = row_of_x<I>(p);
   const char* x = static_cast<const char*>(p.packed);
-  const auto some = [&](auto rows, int64_t m) {
+  in_fours(p.m, [&](auto rows, int64_t m) {
     integer_dots<false, OUTS, decltype(rows)::value>(p, decode, x + m * x_bytes, x_bytes, w, w_step, scales, sums + m * step, step);
-  };
-  int64_t m = 0;
-  for (; p.m - m >= 4; m += 4) some(Int<4>(), m);
-  with_few(p.m - m, [&](auto rows) { some(rows, m); });
+  });
 }
 
 // Up to four rows of w by float32 scales, ``per_step`` for each step.

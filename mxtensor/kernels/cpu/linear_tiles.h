@@ -7,8 +7,6 @@
 
 namespace {
 
-template <int N> using Int = std::integral_constant<int, N>;
-
 template <int ELEMENT> struct Decoder;
 
 // ``wanted`` scales as float32, ``per_step`` for each step of values: those of ``blocks`` blocks, whose scales begin at

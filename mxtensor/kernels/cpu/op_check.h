@@ -30,7 +30,7 @@ std::string joined(const Pieces&... pieces) {
 
 namespace {
 
-// The Kind (problem.h) of the values that an op of this name takes.
+// The Kind (format.h) of the values that an op of this name takes.
 int32_t kind_of(at::ScalarType type, const char* op) {
   MX_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, "mxtensor::", op,
                  " takes float32, bfloat16 and float16, not ", type);

@@ -241,12 +241,6 @@ void decode_rows(const Format& f, const uint8_t* data, const void* scale, float 
   }
 }
 
-template <typename F> void with_kind(int kind, F work) {
-  if (kind == 0) work(float());
-  else if (kind == 1) work(BFloat16());
-  else work(Half());
-}
-
 }  // namespace
 
 // kind: 0 float32, 1 bfloat16, 2 float16.
