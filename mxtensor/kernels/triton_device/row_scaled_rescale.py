@@ -24,31 +24,7 @@ mov.b32 $0, {p, q};
 }""")
 E4M3_RESCALE_FOUR = tl.constexpr(E4M3_RESCALE_TWO.value.replace("$3", "$2"))
 """Two words of two codes have a shift each; the four codes of one word share one."""
-E5M2_RESCALE_FOUR = tl.constexpr("""{
-.reg .pred keep;
-.reg .b16 p, q;
-.reg .b32 a, b, c;
-setp.eq.s32 keep, $2, -1;
-mov.b32 {p, q}, $1;
-cvt.rn.f16x2.e5m2x2 a, p;
-cvt.rn.f16x2.e5m2x2 b, q;
-mov.b32 c, 0x1C001C00;
-mul.rn.f16x2 a, a, c;
-mul.rn.f16x2 b, b, c;
-mul.rn.f16x2 a, a, $2;
-mul.rn.f16x2 b, b, $2;
-cvt.rn.satfinite.e4m3x2.f16x2 p, a;
-cvt.rn.satfinite.e4m3x2.f16x2 q, b;
-mov.b32 c, {p, q};
-selp.b32 $0, $1, c, keep;
-}""")
-E5M2_RESCALE_TWO = tl.constexpr("""{
-.reg .pred keep, keep_other;
-.reg .b16 p, q, r, s;
-.reg .b32 a, b, c;
-setp.eq.s32 keep, $2, -1;
-setp.eq.s32 keep_other, $3, -1;
-mov.b32 {p, q}, $1;
+_E5M2_TO_E4M3 = """mov.b32 {p, q}, $1;
 cvt.rn.f16x2.e5m2x2 a, p;
 cvt.rn.f16x2.e5m2x2 b, q;
 mov.b32 c, 0x1C001C00;
@@ -57,11 +33,27 @@ mul.rn.f16x2 b, b, c;
 mul.rn.f16x2 a, a, $2;
 mul.rn.f16x2 b, b, $3;
 cvt.rn.satfinite.e4m3x2.f16x2 r, a;
-cvt.rn.satfinite.e4m3x2.f16x2 s, b;
+cvt.rn.satfinite.e4m3x2.f16x2 s, b;"""
+E5M2_RESCALE_TWO = tl.constexpr(f"""{{
+.reg .pred keep, keep_other;
+.reg .b16 p, q, r, s;
+.reg .b32 a, b, c;
+setp.eq.s32 keep, $2, -1;
+setp.eq.s32 keep_other, $3, -1;
+{_E5M2_TO_E4M3}
 selp.b16 p, p, r, keep;
 selp.b16 q, q, s, keep_other;
-mov.b32 $0, {p, q};
-}""")
+mov.b32 $0, {{p, q}};
+}}""")
+E5M2_RESCALE_FOUR = tl.constexpr(f"""{{
+.reg .pred keep;
+.reg .b16 p, q, r, s;
+.reg .b32 a, b, c;
+setp.eq.s32 keep, $2, -1;
+{_E5M2_TO_E4M3.replace("$3", "$2")}
+mov.b32 c, {{r, s}};
+selp.b32 $0, $1, c, keep;
+}}""")
 E5M2_PRESCALE = tl.constexpr(8)
 """E5M2 codes are multiplied by 2^-8 (0x1C00 in float16) first, which is exact, and then by 2^(shift + 8). Codes
 above 2^15 are not zero after a shift of -25, and float16 cannot represent 2^-25."""
