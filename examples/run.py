@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import mxtensor as mx
 from mxtensor.core.explain import Log
+from mxtensor.core.local import local_of
 from mxtensor.recipe import Recipe
 from mxtensor.recipe.linear_recipe import LinearRecipe
 from mxtensor.training.interception import delayed_state
-from mxtensor.training.local import local_of
 from mxtensor.training.training_weight import TrainingWeight
 
 from . import saving

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mxtensor as mx
+from mxtensor.core.local import local_of
 from mxtensor.recipe import Recipe
-from mxtensor.training.local import local_of
 
 from ..gpt import SIZES, load_text
 from ..recipes import RECIPES, recipe_of

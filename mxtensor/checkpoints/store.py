@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..core.arguments import check_plain, described
+from ..core.local import is_sharded
 from ..core.names import dtype_name
 from ..core.progress import with_progress
 from ..tensor.huge_pages import use_huge_pages
 from ..tensor.mxtensor import MXTensor
-from ..training.local import is_sharded
 from ..training.training_weight import values_of
 from .known import Known
 from .layout import Layout, Written, check_shapes

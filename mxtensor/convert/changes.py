@@ -10,11 +10,11 @@ from torch import nn
 
 from ..core.arguments import check_plain
 from ..core.explain import LOGS
+from ..core.local import is_sharded, local_of
 from ..core.names import dtype_name
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.quantize_as import quantize_as
-from ..training.local import is_sharded, local_of
 from ..training.training_weight import values_of
 from .sharded import refuse_sharded
 from .weights import Weight, codes_of_others

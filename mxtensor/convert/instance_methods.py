@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.local import local_of
 from ..tensor.mxtensor import MXTensor
-from ..training.local import local_of
 from ..training.training_weight import TrainingWeight
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..core.arguments import MODULE, check
+from ..core.local import local_of
 from ..core.names import dtype_name
 from ..core.text_table import text_table
 from ..tensor.mxtensor import MXTensor
-from ..training.local import local_of
 from .heads import heads
 from .weights import KINDS
 

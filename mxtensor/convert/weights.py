@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..core.arguments import FLAG, FUNCTION, check, described, optional
+from ..core.local import is_sharded, local_of
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
-from ..training.local import is_sharded, local_of
 from .gates import mlp_gates
 from .heads import embedding_weight_ids, heads, is_head, is_lookup
 from .sharded import Sharded, never, refuse_sharded, reshard

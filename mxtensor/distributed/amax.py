@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..core.arguments import MODULE, Kind, check
+from ..core.local import local_of
 from ..training.delayed_scaling import DelayedState
 from ..training.histories import delayed_states, owner_of
-from ..training.local import local_of
 from ..training.training_weight import TrainingWeight
 
 _GROUP = Kind(

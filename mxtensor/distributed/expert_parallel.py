@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..core.arguments import FLAG, check
+from ..core.local import local_of
 from ..kernels.permute.reference import rows_of_index
 from ..kernels.permute.select import choices_of_rows
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.experts import GATHERED
 from ..training.histories import OWNER, owner_of
-from ..training.local import local_of
 from ..training.permutation import merged, permuted
 from ..training.training_weight import TrainingWeight
 from .all_to_all import combine_tokens, dispatch_tokens

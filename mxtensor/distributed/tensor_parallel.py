@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import parallel as torch_parallel
 
 from ..core.arguments import FLAG, check, instance, optional
+from ..core.local import local_of
 from ..core.torch_autocast import autocast_dtype
 from ..numerics.formats import Format, Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.fake_quantized_linear import FakeQuantizedLinear
-from ..training.local import local_of
 from ..training.training_weight import TrainingWeight
 from .all_gather_linear import gathered_linear, reason_for_values
 from .shared_scale import split_linear

@@ -28,10 +28,10 @@ from ..convert.configs import recipe_of
 from ..convert.heads import heads, warn_of_no_head
 from ..convert.weights import KINDS, FilterFn, Kind, default_filter
 from ..core.arguments import FLAG, check, described
+from ..core.local import local_of
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.huge_pages import use_huge_pages
 from ..tensor.mxtensor import MXTensor
-from ..training.local import local_of
 from .transformers_load import (
     SIDES,
     Deserialize,

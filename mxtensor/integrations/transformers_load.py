@@ -18,9 +18,9 @@ from transformers.core_model_loading import ConversionOps, PrefixChange, WeightC
 
 from ..checkpoints import native
 from ..convert.instance_methods import show_format
+from ..core.local import is_sharded, local_of
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
-from ..training.local import is_sharded, local_of
 from ..training.state_dict import register_state_dict_hooks
 
 patterns_of: Callable[[Any], tuple[list[str], list[str]]] = attrgetter(

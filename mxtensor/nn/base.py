@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.arguments import DENSE, FLAG, check, optional
+from ..core.local import is_sharded
 from ..core.names import dtype_name
 from ..core.torch_autocast import autocast_dtype, torch_autocasts
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
@@ -21,7 +22,6 @@ from ..tensor.mxtensor import MXTensor
 from ..training.autocast import autocast_state
 from ..training.interception import check_recipe
 from ..training.linear import linear
-from ..training.local import is_sharded
 from ..training.observe import SHARDS
 from ..training.operands import Scales
 from ..training.passes import Options

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.local import local_of
 from ..core.select import dispatch_context, restore_context
 from ..core.torch_autocast import without_autocast
 from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.delayed_scaling import DelayedState
-from ..training.local import local_of
 from ..training.operands import Scales, weight_copies
 from ..training.passes import WgradHook
 from .weight_shards import add_gradient, owner, stand_in, version

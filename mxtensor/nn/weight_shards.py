@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..training.local import is_sharded, local_of
+from ..core.local import is_sharded, local_of
 
 STANDS_FOR = "_mx_stands_for"
 ADDED = "grad_added_to_main_grad"

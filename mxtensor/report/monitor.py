@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import COUNT, INTEGER, MODULE, Kind, check, optional
+from ..core.local import local_of
 from ..core.shapes import as_matrix
 from ..core.text_table import text_table
 from ..tensor.mxtensor import MXTensor
-from ..training.local import local_of
 from ..training.observe import SHARDS, LayerCall, add, remove
 from ..training.operands import GRAD, INPUT, WEIGHT
 from ..training.training_weight import values_of

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from typing import Any
 
 from torch import Tensor
 
+from ..core.local import is_sharded
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from .mxtensor import MXTensor
@@ -18,7 +17,6 @@ def quantize_as(x: Tensor, recipe: LinearRecipe, orientation: Orientation = Orie
 
     A DTensor gives a DTensor of MXTensors, or NotImplementedError.
     """
-    distributed: Any = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only after this import
-    if distributed is not None and isinstance(x, distributed.DTensor):
+    if is_sharded(x):
         return import_module(".quantize_shards", __package__).quantize_shards(x, recipe, orientation)  # type: ignore[no-any-return]
     return MXTensor._quantized(x, recipe, orientation)

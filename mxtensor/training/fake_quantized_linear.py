@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.compat import is_jit_tracing
+from ..core.local import is_sharded, local_of, sharded_like
 from ..core.nested import over_rows
 from ..core.torch_autocast import autocast_dtype
 from ..kernels.quantize.select import dequantize_operand, quantize_operand
@@ -23,7 +24,6 @@ from ..numerics.cast import Cast
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from .called_linear import CalledLinear
-from .local import is_sharded, local_of, sharded_like
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.arguments import FUNCTION, check, described, instance, optional
+from ..core.local import local_of, sharded_like
 from ..tensor.mxtensor import MXTensor
-from .local import local_of, sharded_like
 from .optimizer_states import decode_state, encode_state, join_master, scale_of, split_master, values_of_parameter
 from .training_weight import values_of
 

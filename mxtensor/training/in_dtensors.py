@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..core.compat import in_backward
-from .local import local_of
+from ..core.local import local_of
 from .unread import PRODUCTS, SEEN, Seen
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.compat import disable_subclass_torch_function, disable_torch_function
 from ..core.compat_compile import let_dynamo_intercept
 from ..core.compat_hooks import attention_over
+from ..core.local import is_sharded
 from ..core.torch_autocast import autocast_dtype
 from ..core.when_imported import after_import
 from ..ops.bodies import BODIES, on_components
@@ -27,7 +28,6 @@ from .delayed_scaling import DelayedState
 from .experts import GATHERED, PRODUCTS, is_of_stack, note_if_experts
 from .histories import LOADED, STATE, owner_of
 from .linear import linear
-from .local import is_sharded
 from .operands import Scales
 from .passes import Options
 from .training_weight import WEIGHT_FUNCTIONS, TrainingWeight, values_of

@@ -23,6 +23,7 @@ from ..core.compat import (
     is_jit_tracing,
     nonstrict_trace,
 )
+from ..core.local import is_sharded
 from ..core.names import dtype_name
 from ..core.nested import over_rows
 from ..core.select import dispatch_context, forced_kernel, restore_context
@@ -34,7 +35,6 @@ from ..recipe.linear_recipe import recipe_by_key
 from ..tensor.mxtensor import MXTensor
 from . import graph_ops, repeated
 from .accumulate import WeightOperands, cached_in_block
-from .local import is_sharded
 from .observe import OBSERVERS, LayerCall, notify
 from .operands import Scales, cached_operands
 from .passes import Inputs, Options, SavedOperands, cast_weight, forward

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.arguments import FUNCTION, NUMBER, Kind, check, described, instance, optional
+from ..core.local import local_of
 from ..tensor.mxtensor import MXTensor
 from .fused_adam import STATE, FusedAdam
-from .local import local_of
 from .optimizer_states import values_of_parameter
 
 MASTER = "master_weight"

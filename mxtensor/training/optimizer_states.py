@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.local import local_of, sharded_like
 from ..tensor.mxtensor import MXTensor
-from .local import local_of, sharded_like
 from .training_weight import values_of
 
 RANGES = {torch.float16: torch.finfo(torch.float16).max / 2, torch.uint8: 448.0}

@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.local import local_of, sharded_like
 from ..core.when_imported import after_import
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from .delayed_scaling import DELAYED, DelayedState
 from .histories import LOADED, STATE, delayed_states, owner_of
-from .local import local_of, sharded_like
 from .packed_states import packed, unpacked
 from .training_weight import TrainingWeight
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
+from mxtensor.core.local import local_of, sharded_like
 from mxtensor.core.select import forced_kernel
 from mxtensor.recipe import (
     CustomRecipe,
@@ -24,7 +25,6 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from mxtensor.training.local import local_of, sharded_like
 from tests.helpers.ranks import DEVICE, case, long_case
 
 RECIPES = {
