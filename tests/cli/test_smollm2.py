@@ -12,6 +12,7 @@ import torch
 
 import mxtensor as mx
 from examples import smollm2
+from mxtensor.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = (smollm2.PACKAGE, "gguf", "transformers", "accelerate")
@@ -50,13 +51,25 @@ def walked(tmp_path_factory):
 def test_every_step_prints_its_numbers(walked):
     folder, out = walked
     assert "SmolLM2-mxfp8: layout native" in out and re.search(r"mxfp8_e4m3 +210 +106,168,320 .* 8.25", out)
-    ratios = [float(found) for found in re.findall(r"mxfp8_e4m3 +(\d+\.\d+) ", out)]
-    assert len(ratios) == 210 and 31 < min(ratios) <= max(ratios) < 32
+    lowest = re.search(r"^62 of 272 tensors are equal; B has .*; lowest SQNR: (\S+) dB", out, re.MULTILINE)[1]
+    shown = _ratios(out)
+    assert len(shown) == 10 and shown == sorted(shown) and shown[0] == float(lowest)
     bits, perplexity, kl = re.search(r"^SmolLM2-mxfp8 +(\S+) +\S+ +1020 +(\S+) +(\S+) ", out, re.MULTILINE).groups()
     assert float(bits) == pytest.approx(9.88, abs=0.01) and 20 < float(perplexity) < 40 and 0 < float(kl) < 0.05
     assert "\nThe capital of France is Paris" in out
     assert {p.name for p in folder.iterdir()} >= {"SmolLM2", "SmolLM2-mxfp8"}
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]  # what was temporary is gone
+
+
+def test_compare_with_all_prints_each_tensor(walked, capsys):
+    folder, out = walked
+    assert main(["compare", str(folder / "SmolLM2"), str(folder / "SmolLM2-mxfp8"), "--all"]) == 0
+    ratios = _ratios(capsys.readouterr().out)
+    assert len(ratios) == 210 and 31 < min(ratios) <= max(ratios) < 32 and ratios[:10] == _ratios(out)
+
+
+def _ratios(out):
+    return [float(found) for found in re.findall(r"mxfp8_e4m3 +(\d+\.\d+) ", out)]
 
 
 def test_names_and_values_are_those_of_transformers(walked):
