@@ -11,8 +11,9 @@ inline void fetch(const uint8_t* ahead) {
   _mm_prefetch(reinterpret_cast<const char*>(ahead - AHEAD / 2), _MM_HINT_T1);
 }
 
-// The scales of a step as multipliers of the lanes of one register: from float32, ``per_step`` for each step.
+// The scales of a step over UNIT as multipliers of the lanes of one register: from float32, ``per_step`` for each step.
 struct FloatScales {
+  static constexpr float UNIT = 1;
   const float* values;
   int64_t row;  // values from one row of w to the next
   int per_step;
@@ -29,6 +30,7 @@ struct FloatScales {
 // The same from the bytes of E8M0, PER_STEP for each step: a byte from 1 to 254 is the exponent of its multiplier.
 template <int PER_STEP, int FIRST_BYTE = 1, int BYTES = 226> struct E8M0Scales {
   static constexpr int FIRST = FIRST_BYTE, COUNT = BYTES;  // normal and small enough, as is_plain in linear.h
+  static constexpr float UNIT = 1;
   const uint8_t* bytes;
   int64_t row;
   Bits place;
@@ -45,9 +47,10 @@ template <int PER_STEP, int FIRST_BYTE = 1, int BYTES = 226> struct E8M0Scales {
   }
 };
 
-// The same from eight bytes of UE4M3 for each step, through float16.
+// The same from eight bytes of UE4M3 for each step, as float16 with the same fields.
 struct UE4M3Scales {
   static constexpr int FIRST = 0, COUNT = 0x7F;
+  static constexpr float UNIT = 256;
   const uint8_t* bytes;
   int64_t row;
   UE4M3Scales(const uint8_t* bytes, int64_t row) : bytes(bytes), row(row) {}
@@ -57,7 +60,7 @@ struct UE4M3Scales {
     int64_t some;
     std::memcpy(&some, bytes + o * row + at * 8, 8);
     const __m256i halves = _mm256_srli_epi16(_mm256_shuffle_epi8(_mm256_set1_epi64x(some), place), 1);
-    return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
+    return _mm512_cvtph_ps(halves);
   }
 };
 
@@ -71,12 +74,12 @@ template <typename S> bool are_usual(const uint8_t* bytes, int64_t n) {
   return unusual == 0;
 }
 
-// The sums of four registers.
-inline __m128 sums_of(const __m512 (&x)[4]) {
+// The sums of four registers, times ``unit``.
+inline __m128 sums_of(const __m512 (&x)[4], float unit) {
   const auto half = [](__m512 v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); };
   const __m256 low = _mm256_hadd_ps(half(x[0]), half(x[1])), high = _mm256_hadd_ps(half(x[2]), half(x[3]));
   const __m256 sum = _mm256_hadd_ps(low, high);
-  return _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
+  return _mm_mul_ps(_mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1)), _mm_set1_ps(unit));
 }
 
 // OUTS rows of w, ``w_step`` bytes apart, with ROWS rows of x.
@@ -134,9 +137,9 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
   for (int m = 0; m < ROWS; m++) {
     const __m512 none = _mm512_setzero_ps();
     if constexpr (OUTS == 4) {
-      _mm_storeu_ps(sums + m * step, sums_of(total[m]));
+      _mm_storeu_ps(sums + m * step, sums_of(total[m], S::UNIT));
     } else {
-      const __m128 sum = sums_of({total[m][0], total[m][1], none, none});
+      const __m128 sum = sums_of({total[m][0], total[m][1], none, none}, S::UNIT);
       _mm_storel_pi(reinterpret_cast<__m64*>(sums + m * step), sum);
     }
   }

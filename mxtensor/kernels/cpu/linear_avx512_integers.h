@@ -141,7 +141,7 @@ void integer_dots(const Problem& p, const I& decode, const char* x, int64_t x_by
   if (bytes) add(whole, bytes, std::false_type());
   for (int m = 0; m < ROWS; m++) {
     alignas(16) float four[4];
-    _mm_store_ps(four, sums_of(total[m]));
+    _mm_store_ps(four, sums_of(total[m], S::UNIT));
     for (int o = 0; o < OUTS; o++) sums[m * step + o] = four[o];
   }
 }
