@@ -25,6 +25,12 @@
 #include "linear_no_tiles.h"
 #endif
 
+#if defined(__AVX512VBMI__) && defined(__AVX512VNNI__) && !defined(__AMX_BF16__)
+#include "linear_avx512_panels.h"
+#else
+#include "linear_no_panels.h"
+#endif
+
 namespace {
 
 // Packs rows first to end - 1 of x as integers. False if one cannot be.
@@ -62,6 +68,11 @@ void mx_linear_pack(Problem* p, int exactly, int64_t first, int64_t end) {
       using D = std::remove_pointer_t<decltype(decoder)>;
       const bool tiles = !exactly && takes_tiles(*p);
       if (tiles) p->mode = IN_TILES;
+      if constexpr (takes_integers<D>())
+        if (!exactly && !tiles && takes_panels(*p)) {
+          p->mode = pack_panels<D>(*p, first, end) ? IN_PANELS : IN_DOUBLE;
+          return;
+        }
       if (!exactly && !tiles && pack_as_integers<D>(*p, first, end)) {
         p->mode = IN_INTEGERS;
         return;
@@ -93,6 +104,8 @@ void mx_linear_rows(const Problem* p, int64_t first, int64_t end) {
   if (p->mode != IN_DOUBLE) {
     with_decoder(p->element, [&](auto* decoder) {
       using D = std::remove_pointer_t<decltype(decoder)>;
+      if constexpr (takes_integers<D>())
+        if (p->mode == IN_PANELS) return rows_by_panels<D>(*p, first, end);
       if (p->mode == IN_TILES) rows_by_tiles<D>(*p, first, end);
       else linear_rows<D>(*p, first, end);
     });

@@ -160,8 +160,8 @@ Tensor cpu_linear_bound(const Tensor& given, int64_t number) {
   p.x = memory_of(x, "x"), p.out = out.mutable_data_ptr();
   Tensor memory;
   if (cast) memory = fake_quantize(p, *cast, x.options());
-  if (p.m <= few_rows(p) || !decodes_blocks(p)) by_codes(&p, 1, x.options());
-  else by_values(p, out.view({p.m, p.n}));
+  const bool few = p.m <= few_rows(p) || !decodes_blocks(p);
+  if (!few || !by_codes(&p, 1, x.options())) by_values(p, out.view({p.m, p.n}));
   return out;
 }
 

@@ -35,12 +35,12 @@ char* scratch(int64_t bytes) {
   return memory.get();
 }
 
-// Packs x for products with codes and chooses their mode: in tiles by all threads, 16 rows at a time. The memory, unless the
-// thread saves it.
+// Packs x for products with codes and chooses their mode: in tiles and for panels by all threads, 16 rows at a time. The memory,
+// unless the thread saves it.
 Tensor pack_x(Problem& p, const at::TensorOptions& options) {
   const int64_t row = functions.packed_row(&p), tiles = ceil_div(p.m, 16), bytes = row * tiles * 32;
   functions.pack(&p, false, 0, 0);
-  if (p.mode != IN_TILES) {
+  if (p.mode != IN_TILES && p.mode != IN_PANELS) {
     p.packed = scratch(row * p.m * 4);
     functions.pack(&p, false, 0, p.m);
     return Tensor();
@@ -86,7 +86,7 @@ bool in_bfloat16(Problem& p, bool exactly) {
 // of a step.
 int64_t few_rows(Problem& p) {
   if (in_bfloat16(p, false)) return FEW_ROWS;
-  if (p.mode == IN_TILES) return std::max(p.m, FEW_ROWS);
+  if (p.mode == IN_TILES || p.mode == IN_PANELS) return std::max(p.m, FEW_ROWS);
   return functions.packed_row(&p) * 8 > p.k * 9 ? FEW_FLOAT_ROWS / 2 : FEW_FLOAT_ROWS;
 }
 

@@ -18,7 +18,18 @@ CASTS = ("mxint8", "mxfp4", "mxfp6_e2m3", "nvfp4", "mxint8[1x16]", "mxfp4[1x64]"
 """Casts of activations: codes that are integers times a unit, in blocks of a row."""
 WEIGHTS = ("mxint8", "mxfp4", "mxfp6_e2m3", "nvfp4", "mxint8[1x128]", "mxfp4[1x16]", "mxfp4[32x32]")
 ELEMENTS = ("mxint8", "mxfp4", "mxfp6_e2m3")
-SHAPES = [(1, 5, 32), (2, 37, 576), (3, 70, 70), (4, 9, 200), (9, 31, 513), (31, 65, 96)]
+SHAPES = [
+    (1, 5, 32),
+    (2, 37, 576),
+    (3, 70, 70),
+    (4, 9, 200),
+    (9, 31, 513),
+    (31, 65, 96),
+    (77, 40, 200),
+    (130, 33, 9000),
+]
+"""Rows of x, rows of w, values: from 8 to 20 rows of x on, codes are brought into panels of 32 rows of w where the processor has
+bytes to multiply, 8,192 values of a row at a time."""
 
 
 def cast_of(name):
@@ -49,7 +60,7 @@ def all_values(name):
     return torch.cat([rows, torch.full((len(rows), 1), float(element.max))], 1)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 12, 33])
 @pytest.mark.parametrize("weights", ELEMENTS)
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_every_code_times_every_code_is_exact(name, weights, rows):
@@ -58,12 +69,12 @@ def test_every_code_times_every_code_is_exact(name, weights, rows):
     for shift in range(0, 32, 5):
         w = mx.quantize(w_values.roll(shift, 1), weights).rowwise
         for first in range(0, len(x), rows):
-            some = x[first : first + rows]
+            some = x[first : first + rows].repeat(-(-rows // len(x)), 1)
             out = product(Unquantized(some, cast), w, x.dtype)
             assert torch.equal(out.double(), some.double() @ exact(w).t())
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("rows", [1, 3, 4, 13, 35])
 @pytest.mark.parametrize("weights", ELEMENTS)
 def test_the_sum_of_a_block_of_integers_is_exact(weights, rows):
     cast, x = cast_of("mxint8"), torch.randint(-127, 128, (rows, 32)).float()
@@ -82,23 +93,25 @@ def test_blocks_of_zeros_stay_zero_with_the_largest_scales(weights):
     assert torch.equal(product(Unquantized(x, cast), w, x.dtype), torch.zeros(2, 9))
 
 
+@pytest.mark.parametrize("rows", [3, 14])
 @pytest.mark.parametrize("power", [-140, -120, -60, 50, 70, 120])
 @pytest.mark.parametrize("weights", ELEMENTS)
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_integers_with_scales_of_any_size(name, weights, power):
-    cast, x = cast_of(name), torch.randn(3, 160) * 2.0 ** (power / 2) * 2.0 ** (power - power // 2 - power / 2)
+def test_integers_with_scales_of_any_size(name, weights, power, rows):
+    cast, x = cast_of(name), torch.randn(rows, 160) * 2.0 ** (power / 2) * 2.0 ** (power - power // 2 - power / 2)
     x[1], x[2, :32] = torch.randn(160), torch.randn(32)
     w = mx.quantize(torch.randn(11, 160), weights).rowwise
     w.scale[2, 1], w.scale[5, 0], w.scale[7] = 250 if power < 0 else 140, 255, 0
     assert_product(product(Unquantized(x, cast), w, x.dtype), exact(encode(x, cast)), exact(w))
 
 
+@pytest.mark.parametrize("rows", [1, 15])
 @pytest.mark.parametrize("power", [-41, -39, 0, 57, 61])
 @pytest.mark.parametrize("weights", ELEMENTS)
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_one_row_of_integers_with_every_scale_of_weights(name, weights, power):
+def test_rows_of_integers_with_every_scale_of_weights(name, weights, power, rows):
     """Scales of x and w are multiplied by adding exponents, which must leave neither end of those of float32."""
-    cast, x = cast_of(name), torch.ldexp(torch.rand(1, 160) + 1, torch.tensor(power))
+    cast, x = cast_of(name), torch.ldexp(torch.rand(rows, 160) + 1, torch.tensor(power))
     x[:, 32:64] = 0
     w = mx.quantize(torch.randn(255, 160), weights).rowwise
     w.scale.copy_(torch.arange(255).clamp(max=230 - power)[:, None].expand(255, 5))  # the results are finite
@@ -106,15 +119,17 @@ def test_one_row_of_integers_with_every_scale_of_weights(name, weights, power):
     assert_product(product(Unquantized(x, cast), w, x.dtype), exact(encode(x, cast)), exact(w))
 
 
+@pytest.mark.parametrize("rows", [4, 16, 40])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["mxint8", "mxfp4"])
-def test_a_row_that_is_not_finite_changes_no_other_row_of_integers(name, value):
-    cast, x = cast_of(name), torch.randn(4, 96)
+def test_a_row_that_is_not_finite_changes_no_other_row_of_integers(name, value, rows):
+    cast, x = cast_of(name), torch.randn(rows, 96)
     w = mx.quantize(torch.randn(9, 96), name).rowwise
     expected = product(Unquantized(x, cast), w, x.dtype)
     x[1, 5] = value
     out = product(Unquantized(x, cast), w, x.dtype)
-    assert out[1].isnan().all() and torch.allclose(out[[0, 2, 3]], expected[[0, 2, 3]], rtol=1e-5, atol=1e-6)
+    others = [i for i in range(rows) if i != 1]
+    assert out[1].isnan().all() and torch.allclose(out[others], expected[others], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASTS)
