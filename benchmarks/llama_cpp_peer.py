@@ -83,6 +83,7 @@ class LlamaCpp:
     def __init__(self, path: Path, batch: int, prompt: int, threads: int, context: int) -> None:
         lib = library()
         self.lib, self.batch, self.position = lib, batch, prompt
+        self.places = [(sequence, place) for sequence in range(batch) for place in range(prompt)]
         self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         if not self.model:
             raise ValueError(f"llama.cpp cannot load {path}")
@@ -92,7 +93,7 @@ class LlamaCpp:
         self.context = lib.llama_init_from_model(self.model, options)
         if not self.context:
             raise ValueError(f"llama.cpp has no memory for {batch} sequences of {context} tokens")
-        self._decode([(sequence, place) for sequence in range(batch) for place in range(prompt)])
+        self._decode(self.places)
 
     def _decode(self, tokens: list[tuple[int, int]]) -> None:
         """Run (sequence, position) pairs of some token; each last position gets logits."""
@@ -110,9 +111,18 @@ class LlamaCpp:
     def step(self) -> None:
         """One token of each sequence."""
         self._decode([(sequence, self.position) for sequence in range(self.batch)])
+        self._forget(self.position)
+
+    def read(self) -> None:
+        """The prompt of each sequence, once more."""
+        self._forget(0)
+        self._decode(self.places)
+
+    def _forget(self, first: int) -> None:
+        """Forget the tokens of each sequence from a position on."""
         memory = self.lib.llama_get_memory(self.context)
         for sequence in range(self.batch):
-            self.lib.llama_memory_seq_rm(memory, sequence, self.position, -1)
+            self.lib.llama_memory_seq_rm(memory, sequence, first, -1)
 
     def logits(self) -> Tensor:
         """Those of the first sequence in the step before, (vocabulary,)."""

@@ -21,6 +21,8 @@ from .llama_cpp_peer import LlamaCpp
 
 PLAIN = ("bfloat16", "float32")
 TORCHAO = "torchao int8"
+READING = "prompt"
+"""The mode in which a step is not a token, but the whole prompt."""
 PROMPT, ROOM = 16, 240
 """Tokens of the prompt, and places of the cache after them."""
 LLAMA_1B = dict(
@@ -72,7 +74,10 @@ def read_bytes(model: Any) -> int:
 
 
 class Steps:
-    """Decoding with a static cache; each step writes the same place, so that all steps do the same work."""
+    """Decoding with a static cache; each step writes the same places, so that all steps do the same work.
+
+    In the mode ``prompt`` a step reads the prompt.
+    """
 
     def __init__(self, model: Any, batch: int, mode: str, prompt: int = PROMPT) -> None:
         from transformers import StaticCache
@@ -80,9 +85,12 @@ class Steps:
         self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=prompt + ROOM)
         generator = torch.Generator().manual_seed(0)
         self.prompt = torch.randint(5, model.config.vocab_size - 1, (batch, prompt), generator=generator)
-        self.token, self.forward = self.prompt[:, :1], _forward
-        self._run(self.prompt, torch.arange(prompt)[None])
-        self.position = torch.full((1, 1), prompt)
+        self.forward, self.position = _forward, torch.arange(prompt)[None]
+        self._run(self.prompt, self.position)
+        self.start, self.ids = 0, self.prompt
+        if mode == READING:
+            return
+        self.start, self.ids, self.position = prompt, self.prompt[:, :1], torch.full((1, 1), prompt)
         if mode == "attention":
             model.set_attn_implementation("mxtensor")
         if mode == "compiled":  # contenders do not share torch's cache of graphs
@@ -95,11 +103,11 @@ class Steps:
         return self.forward(self.model, ids, position, self.cache)
 
     def step(self) -> torch.Tensor:
-        """One token of each sequence; the logits."""
-        for layer in self.cache.layers:  # forget the token of the step before
+        """One token of each sequence, or its prompt; the logits."""
+        for layer in self.cache.layers:  # forget the tokens of the step before
             if hasattr(layer, "cumulative_length"):
-                _set(layer, "cumulative_length", self.prompt.shape[1])
-        return self._run(self.token, self.position)
+                _set(layer, "cumulative_length", self.start)
+        return self._run(self.ids, self.position)
 
     def restore(self) -> None:
         """Give the model torch's attention and its own forward again."""
@@ -130,11 +138,11 @@ def torch_contender(model: Any, batch: int, mode: str, prompt: int, ready: list[
     return prepare
 
 
-def llama_cpp_contender(path: Path, batch: int, threads: int, prompt: int, ready: list[LlamaCpp]) -> Prepare:
+def llama_cpp_contender(path: Path, batch: int, threads: int, mode: str, prompt: int, ready: list[LlamaCpp]) -> Prepare:
     """The work of one step of llama.cpp; ``ready`` gets what has to be closed after the row."""
 
     def prepare() -> Work:
         ready.append(peer := LlamaCpp(path, batch, prompt, threads, prompt + ROOM))
-        return peer.step
+        return peer.read if mode == READING else peer.step
 
     return prepare

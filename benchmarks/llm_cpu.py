@@ -5,6 +5,10 @@
 The models are SmolLM2-135M-Instruct and a Llama of 1.2 billion random weights (the shape of Llama 3.2 1B). All
 contenders of a row take turns in one process: bfloat16, float32, torchao's int8 weights, our formats (head included),
 and llama.cpp with files of the same weights. A step decodes one token of each sequence of the batch after a prompt.
+
+    python -m benchmarks.llm_cpu --modes prompt --prompt 512 --batches 1 --add --json benchmarks/results/llm_cpu.json
+
+times the prompt instead.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ from .llama_cpp_peer import LlamaCpp, write_gguf
 from .llm_contenders import (
     PLAIN,
     PROMPT,
+    READING,
     TORCHAO,
     Steps,
     llama_cpp_contender,
@@ -66,7 +71,9 @@ EQUAL_BITS = {
 activations to integers of 8 bits, as ``mxint8`` and the last one do."""
 MODELS, MODES = ("smollm2", "llama-1b"), ("eager", "attention", "compiled", "decoding")
 """``attention``: eager, our formats with ``attn_implementation="mxtensor"``. ``compiled``: the model as one graph.
-``decoding``: the same by ``mx.compile_decoding``, which leaves out Dynamo's checks of modules."""
+``decoding``: the same by ``mx.compile_decoding``, which leaves out Dynamo's checks of modules.
+
+Another mode is ``prompt``: eager, and a step is the whole prompt."""
 
 
 @dataclass
@@ -87,7 +94,8 @@ class LlmRow(Row):
     """The system's load average of the last minute when the row was finished: this benchmark alone is about 1."""
 
     def tokens_a_second(self, name: str) -> float:
-        return 1e3 * self.batch / self.times[name] if name in self.times else math.nan
+        tokens = self.batch * (self.prompt if self.mode == READING else 1)
+        return 1e3 * tokens / self.times[name] if name in self.times else math.nan
 
     def over_plain(self, name: str) -> float:
         """The speed over that of the faster of bfloat16 and float32."""
@@ -105,6 +113,8 @@ class LlmRow(Row):
 
 def _work(model: str, threads: int, batch: int, mode: str, prompt: int) -> str:
     work = f"{model}, {threads} threads, batch {batch}, {mode}"
+    if mode == READING:
+        return f"{work} of {prompt} tokens"
     return work if prompt == PROMPT else f"{work}, after {prompt} tokens"
 
 
@@ -145,7 +155,7 @@ class Bench:
             name: torch_contender(model, batch, others if name in (*PLAIN, TORCHAO) else mode, prompt, steps)
             for name, model in self.variants.items()
         }
-        contenders |= {n: llama_cpp_contender(p, batch, threads, prompt, peers) for n, p in self.files.items()}
+        contenders |= {n: llama_cpp_contender(p, batch, threads, mode, prompt, peers) for n, p in self.files.items()}
         megabytes = 8 if self.name == "tiny" else MEGABYTES
         contenders |= readers(megabytes)
         row.read = {n: read_bytes(m) for n, m in self.variants.items()}
@@ -173,7 +183,7 @@ Figures = Callable[[Sequence[LlmRow]], Iterable[tuple[str, float]]]
 
 
 def over_plain(name: str) -> Figures:
-    return lambda rows: [(row.work, row.over_plain(name)) for row in rows if row.batch == 1]
+    return lambda rows: [(row.work, row.over_plain(name)) for row in rows if row.batch == 1 and row.mode != READING]
 
 
 def over_llama_cpp(rows: Sequence[LlmRow]) -> Iterable[tuple[str, float]]:
@@ -181,7 +191,7 @@ def over_llama_cpp(rows: Sequence[LlmRow]) -> Iterable[tuple[str, float]]:
 
 
 def share_of_bandwidth(rows: Sequence[LlmRow]) -> Iterable[tuple[str, float]]:
-    of_1b = [row for row in rows if row.model == "llama-1b" and row.batch == 1]
+    of_1b = [row for row in rows if row.model == "llama-1b" and row.batch == 1 and row.mode != READING]
     return [(f"{row.work}, {name}", row.share(name)) for row in of_1b for name in row.times if name in FORMATS]
 
 
@@ -223,9 +233,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--models", nargs="+", default=MODELS, choices=(*MODELS, "tiny"), help="(both)")
     add("--threads", nargs="+", type=int, default=(1, 2), help="numbers of threads (1 2)")
     add("--batches", nargs="+", type=int, default=(1, 4, 16), help="sequences that are decoded together (1 4 16)")
-    add("--modes", nargs="+", default=MODES, choices=MODES, help="(all); llama.cpp has one")
+    add("--modes", nargs="+", default=MODES, choices=(*MODES, READING), help="(all but prompt); llama.cpp has one")
     add("--compiled-batches", nargs="+", type=int, help="batches of the mode compiled, which takes minutes (--batches)")
-    add("--prompt", type=int, default=PROMPT, help="tokens before those of the steps (%(default)s)")
+    add("--prompt", type=int, default=PROMPT, help="tokens before those of the steps, or of a step (%(default)s)")
     add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
     add("--seconds", type=float, default=20, help="for the rounds of one row (%(default)s)")
     add("--fastest", action="store_true", help="the fastest step counts, not the median: for a machine in use")

@@ -68,9 +68,20 @@ def test_steps_repeat_the_same_work():
     steps = llm_contenders.Steps(model, batch=2, mode="eager")
     first, second = steps.step(), steps.step()
     assert torch.equal(first, second) and first.shape[:2] == (2, 1)
-    ids = torch.cat((steps.prompt, steps.token), 1)
+    ids = torch.cat((steps.prompt, steps.ids), 1)
     with torch.no_grad():
         assert torch.allclose(model(ids).logits[:, -1:].float(), first.float(), atol=0.05)
+
+
+def test_steps_of_prompts_repeat_the_whole_prompt():
+    model = llm_contenders.load("tiny")
+    steps = llm_contenders.Steps(model, batch=2, mode=llm_contenders.READING, prompt=24)
+    first, second = steps.step(), steps.step()
+    assert torch.equal(first, second) and steps.prompt.shape == (2, 24)
+    with torch.no_grad():
+        assert torch.allclose(model(steps.prompt).logits[:, -1:].float(), first.float(), atol=0.05)
+    made = llm_cpu.LlmRow("", {"bfloat16": 12.0}, batch=2, mode=llm_contenders.READING, prompt=24)
+    assert made.tokens_a_second("bfloat16") == 2 * 24 * 1e3 / 12
 
 
 @pytest.mark.exhaustive
