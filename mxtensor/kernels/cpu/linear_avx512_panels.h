@@ -158,7 +158,7 @@ void panel_dots(const PanelRow& of, const char* x, const char* w, const float* s
   __m512 total[ROWS][2];
   for (int m = 0; m < ROWS; m++)
     for (int h = 0; h < 2; h++) total[m][h] = from ? _mm512_loadu_ps(sums + m * PANEL + h * 16) : _mm512_setzero_ps();
-  const int64_t factors = BY_EXPONENTS ? of.exponents() : of.multipliers();
+  const int64_t multipliers = BY_EXPONENTS ? of.exponents() : of.multipliers();
   for (int64_t b = from; b < from + count; b++, w += BLOCK * PANEL) {
     Bits sum[ROWS][2];
 #pragma GCC unroll 4
@@ -178,7 +178,7 @@ void panel_dots(const PanelRow& of, const char* x, const char* w, const float* s
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
         const __m512 value = _mm512_cvtepi32_ps(sum[m][h]), of_w = _mm512_load_ps(scales + ((b >> shift) * 2 + h) * 16);
-        const char* of_x = x + m * of.bytes() + factors + 4 * b;
+        const char* of_x = x + m * of.bytes() + multipliers + 4 * b;
         if constexpr (BY_EXPONENTS) {
           const Bits both = _mm512_add_epi32(_mm512_castps_si512(of_w), _mm512_set1_epi32(at_byte<int32_t>(of_x, 0)));
           total[m][h] = _mm512_fmadd_ps(value, _mm512_castsi512_ps(both), total[m][h]);
