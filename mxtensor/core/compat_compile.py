@@ -25,9 +25,10 @@ No public name tells them from other functions. Missing: ``import mxtensor`` fai
 """
 
 
-def run_uncompiled(*functions: Any) -> None:
+def run_uncompiled(*functions: Any, callees: bool = False) -> None:
     """Dynamo does not compile these functions, nor what they call, when eager code calls them: after a graph break, or
-    in a module of torch that Dynamo leaves to eager code (``nn.Sequential(...).compile()``).
+    in a module of torch that Dynamo leaves to eager code (``nn.Sequential(...).compile()``). ``callees``: it compiles
+    what they call, as usual.
 
     ``torch.compiler.disable`` would also break each graph that calls them. Missing: nothing happens, and an
     ``autocast`` or a ``strict`` that is open between two graphs may have no effect there.
@@ -36,8 +37,18 @@ def run_uncompiled(*functions: Any) -> None:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     except ImportError:
         return
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT if callees else _FrameAction.SKIP)
     for function in functions:
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        set_code_exec_strategy(function.__code__, strategy)
+
+
+def break_at_checkpoint() -> None:
+    """While Dynamo traces: a graph break, so that eager code makes the call; with ``fullgraph`` an error.
+
+    The public ``torch.compiler.disable`` imports Dynamo, which is slow, when it decorates a function. Missing: Dynamo
+    reports that it cannot trace this line.
+    """
+    torch._dynamo.graph_break(msg="inside a checkpoint, layers with delayed scaling run uncompiled")
 
 
 def run_rules_uncompiled(kind: type[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib import import_module
 from types import FrameType, FunctionType
@@ -24,34 +24,58 @@ Function = Callable[..., Any]
 
 
 def hook_checkpoints(
-    wrap: Callable[[Function], Function], first_pass: Callable[[], AbstractContextManager[Any]]
+    start: Callable[[Function, bool], tuple[Function, Callable[[], AbstractContextManager[Any]]]],
 ) -> bool:
-    """Let ``torch.utils.checkpoint`` run ``wrap(function)`` for each function that it recomputes in backward, and enter
-    ``first_pass()`` around the forward pass of a reentrant checkpoint. True if this torch has both places.
+    """Let ``start(function, reentrant)`` give, for each function that ``torch.utils.checkpoint`` will recompute in
+    backward, what it runs then, and the context of the function's first pass. A reentrant checkpoint runs what it gets
+    in the first pass, too. True if this torch has all places.
 
     torch restores its own autocast in a recomputation and has no hook for anybody else's context: ``context_fn`` is an
-    argument of each call, which belongs to the model. All checkpoints go through these two classes. Missing: nothing is
-    changed, and the caller warns.
+    argument of each call, which belongs to the model. All checkpoints go through these classes; ``_checkpoint_hook`` is
+    entered around the first pass of those that are not reentrant. Missing: nothing is changed, and the caller warns.
     """
     import torch.utils.checkpoint as torch_checkpoint
 
     frame = getattr(torch_checkpoint, "_CheckpointFrame", None)
+    around = getattr(torch_checkpoint, "_checkpoint_hook", None)
     reentrant = getattr(torch_checkpoint, "CheckpointFunction", None)
-    if frame is None or reentrant is None:
+    if frame is None or around is None or reentrant is None:
         return False
-    make, forward = frame.__init__, reentrant.forward
+    make, apply = frame.__init__, reentrant.apply
+    prepare, enter, leave = around.__init__, around.__enter__, around.__exit__
 
     @wraps(make)
     def make_wrapped(self: Any, recompute_fn: Function, *args: Any, **kwargs: Any) -> None:
-        make(self, wrap(recompute_fn), *args, **kwargs)
+        again, self._mxtensor_first_pass = start(recompute_fn, False)
+        make(self, again, *args, **kwargs)
 
-    @wraps(forward)
-    def forward_wrapped(ctx: Any, run_function: Function, *args: Any) -> Any:
+    @wraps(prepare)
+    def prepare_wrapped(self: Any, frame: Any, *args: Any) -> None:
+        prepare(self, frame, *args)
+        self._mxtensor_first_pass = getattr(frame, "_mxtensor_first_pass", nullcontext)()
+
+    @wraps(enter)
+    def enter_wrapped(self: Any) -> Any:
+        self._mxtensor_first_pass.__enter__()
+        return enter(self)
+
+    @wraps(leave)
+    def leave_wrapped(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            self._mxtensor_first_pass.__exit__(*error)
+
+    @wraps(apply)
+    def apply_wrapped(run_function: Function, *args: Any) -> Any:
+        if not torch.is_grad_enabled():  # torch keeps nothing, and recomputes nothing
+            return apply(run_function, *args)
+        function, first_pass = start(run_function, True)
         with first_pass():
-            return forward(ctx, wrap(run_function), *args)
+            return apply(function, *args)
 
-    frame.__init__ = make_wrapped
-    reentrant.forward = staticmethod(forward_wrapped)
+    frame.__init__, reentrant.apply = make_wrapped, staticmethod(apply_wrapped)
+    around.__init__, around.__enter__, around.__exit__ = prepare_wrapped, enter_wrapped, leave_wrapped
     return True
 
 

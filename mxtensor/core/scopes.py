@@ -69,6 +69,13 @@ class Scopes(Generic[Value]):
             scope = self.innermost()
         return self.default if scope is None else scope.value
 
+    def values(self) -> Iterator[Value]:
+        """The values of the open scopes, from the innermost."""
+        scope = self.innermost()
+        while scope is not None:
+            yield scope.value
+            scope = _first_open(scope.before)
+
     def enter(self, value: Value) -> Scope[Value]:
         """Open a scope."""
         scope = Scope(value, self.innermost(), threading.get_ident())

@@ -21,6 +21,7 @@ from ..tensor.mxtensor import MXTensor
 from ..training.delayed_scaling import DelayedState
 from ..training.operands import Scales, weight_copies
 from ..training.passes import WgradHook
+from ..training.recompute import restore_later
 from .weight_shards import add_gradient, owner, stand_in, version
 
 WeightShards = Sequence[Tensor]
@@ -70,6 +71,7 @@ class ProductState:
         if linear_recipe.delayed is None:
             self.delayed = None
         elif self.delayed is not None and self.delayed.linear_recipe != linear_recipe:
+            restore_later(self, "delayed")
             self.delayed = self.delayed.under(linear_recipe, device)
         elif self.delayed is None:
             state = DelayedState(linear_recipe, device)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..core.compat import function_mode_stack, remove_function_mode
-from ..core.compat_compile import HigherOrderOperator, run_uncompiled
+from ..core.compat_compile import HigherOrderOperator, break_at_checkpoint, run_uncompiled
 from ..core.peer_names import refuse_arguments
 from ..core.scopes import Scope, Scopes
 from ..recipe import MXFP8BlockScaling, Recipe
@@ -104,6 +104,8 @@ class AutocastMode(TorchFunctionMode):
         """A function that calls functions of the user, which Dynamo traces: each enters this mode for its calls."""
         if func.__name__ not in WITH_BODIES:
             return func(*args, **kwargs)
+        if func is checkpoint and self.state.recipe is not None and self.state.recipe.delayed():
+            break_at_checkpoint()
         if func.__name__ == REGION:  # torch would compile it once for the blocks of all its calls
             return _within(self.state, args[0])(*args[1:], **kwargs)
         if func.__name__ == "scan":  # Dynamo reads what its wrapper of the function has stored in it

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..core.compat import in_backward
+from ..core.compat_compile import break_at_checkpoint
 from ..kernels.quantize.amax_history import advance
 from ..recipe.linear_recipe import LinearRecipe
 from .operands import Scales
-from .recompute import in_first_pass
+from .recompute import OPEN, Checkpoint, Pass, in_first_pass, open_passes
 
 DELAYED = ("history", "record", "amax")
 """The tensors of a DelayedState that change from step to step."""
+
+
+@dataclass
+class _Rewound:
+    """What a layer starts from in a recomputation."""
+
+    history: Tensor
+    amax: Tensor
+    record: Tensor
+    """Of the forward pass, which has been recorded already: nobody reads what is added."""
+    steps: Iterator[bool]
+    """Whether each call is a step."""
+    grad_record: Tensor | None = None
+    used: bool = False
+
+
+class _Note:
+    """What a checkpoint keeps of a layer: what its first pass found, and whether each call was a step."""
+
+    def __init__(self, history: Tensor, amax: Tensor) -> None:
+        self.history, self.amax, self.steps = history, amax, list[bool]()
+        self.following: Tensor | None = None
+        """The history after the first step, whose newest row is the record of that time."""
+
+    def add(self, counts: bool, following: Tensor) -> None:
+        """Note a call, and the history after it."""
+        self.steps.append(counts)
+        if counts and self.following is None:
+            self.following = following
+
+    def rewound(self) -> _Rewound:
+        """The same for one recomputation."""
+        record = torch.zeros_like(self.amax) if self.following is None else self.following[0].clone()
+        return _Rewound(self.history, self.amax, record, iter(self.steps))
 
 
 class DelayedState:
@@ -32,6 +71,8 @@ class DelayedState:
         self.history = torch.zeros(linear_recipe.delayed.history_len, 3, dtype=torch.float32, device=device)
         self.record = torch.zeros(3, dtype=torch.float32, device=device)
         self.amax = self.maxima.clone()
+        self.layer = object()
+        """Stands for the layer, in this state and in those that continue it."""
 
     @property
     def scale(self) -> Tensor:
@@ -41,15 +82,68 @@ class DelayedState:
     def step(self, group: object = None) -> Scales:
         """The scales of this forward pass and of its backward pass.
 
-        A recomputation inside a backward pass and a pass without gradients leave the history unchanged.
+        A pass without gradients leaves the history unchanged. A recomputation by torch.utils.checkpoint runs from the
+        history that its first pass found, and leaves the present one unchanged; one that another function makes inside
+        a backward pass leaves it unchanged, too, and uses the newest scales.
         """
-        if not torch.is_grad_enabled() and not in_first_pass():
-            return Scales(self.amax, torch.zeros_like(self.record))
-        if torch.compiler.is_dynamo_compiling() or not in_backward():
-            if group is not None and self.delayed.reduce:
-                torch.distributed.all_reduce(self.record, torch.distributed.ReduceOp.MAX, group=group)
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced_step(group)
+        firsts, around = open_passes()
+        again = None if around is None else self._rewind(around)
+        reads = not torch.is_grad_enabled() and not in_first_pass()
+        counts = not (reads or in_backward()) if again is None else next(again.steps, False)
+        notes = [self._note(first.checkpoint) for first in firsts]
+        if counts:
+            if again is None:
+                self._reduce(group)
             self._advance()
+        for note in notes:
+            note.add(counts, self.history)
+        record = torch.zeros_like(self.record) if reads else self.record
+        return Scales(self.amax, record, None if again is None else again.grad_record)
+
+    def _traced_step(self, group: object) -> Scales:
+        """``step`` in a compiled graph, outside of checkpoints."""
+        if OPEN["passes"]:
+            break_at_checkpoint()
+        if not torch.is_grad_enabled():
+            return Scales(self.amax, torch.zeros_like(self.record))
+        self._reduce(group)
+        self._advance()
         return Scales(self.amax, self.record)
+
+    def _reduce(self, group: object) -> None:
+        """Share the record with the other ranks of the group."""
+        if group is not None and self.delayed.reduce:
+            torch.distributed.all_reduce(self.record, torch.distributed.ReduceOp.MAX, group=group)
+
+    def _note(self, checkpoint: Checkpoint) -> _Note:
+        """What a checkpoint keeps of this layer."""
+        note = checkpoint.notes.get(self.layer)
+        if note is None:
+            note = checkpoint.notes[self.layer] = _Note(self.history, self.amax)
+        assert isinstance(note, _Note)
+        return note
+
+    def _rewind(self, again: Pass) -> _Rewound:
+        """Go back to what the first pass found, until the recomputation ends. A layer that was not in the first pass
+        has its newest scales."""
+        found: _Rewound | None = again.found.get(self.layer)
+        if found is None:
+            found = again.found[self.layer] = _Note(self.history, self.amax).rewound()
+        if found.used:
+            return found
+        present = self.history, self.amax, self.record
+
+        def restore() -> None:
+            self.history, self.amax, self.record = present
+
+        found.used = True
+        if again.checkpoint.reentrant:  # its graph gets the gradient; that of another checkpoint is thrown away
+            found.grad_record = self.record
+        self.history, self.amax, self.record = found.history, found.amax, found.record
+        again.at_end.append(restore)
+        return found
 
     def _advance(self) -> None:
         """Move the recorded amax into the history and compute the amax of this step from it.
@@ -110,6 +204,7 @@ class DelayedState:
         out = DelayedState(linear_recipe, device)
         if self.history.is_meta or torch.device(device).type == "meta":
             return out
+        out.layer = self.layer
         rows = min(len(self.history), len(out.history))
         out.history[:rows] = self.history[:rows]
         out.record = self.record.to(device)
@@ -117,6 +212,13 @@ class DelayedState:
         started = (self.amax != self.maxima).to(device)
         out.amax = torch.where(started, self.amax.to(device) * more, out.maxima)
         return out
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is the state of another layer."""
+        return self.__dict__ | {"layer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, layer=object())
 
     def to(self, device: torch.device) -> DelayedState:
         """A copy on ``device``; a new state if this one has no values, on the meta device."""

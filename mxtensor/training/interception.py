@@ -126,6 +126,7 @@ def delayed_state(weight: Tensor, linear_recipe: LinearRecipe) -> DelayedState:
     loaded = parameter.__dict__.pop(LOADED + name.removeprefix(STATE), None)
     if loaded is not None:
         state.load_state_dict(loaded)
+    recompute.restore_later(parameter, name)
     setattr(parameter, name, state)
     return state
 

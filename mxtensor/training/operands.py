@@ -32,14 +32,26 @@ class Scales(NamedTuple):
     """gives the scales of this step"""
     record: Tensor
     """becomes the larger of its value and the amax of this step"""
+    grad_record: Tensor | None = None
+    """what the backward pass writes instead; None: ``record``"""
 
 
 INPUT, WEIGHT, GRAD = range(3)
 
 
 def scales_of(scales: Scales | None, index: int) -> tuple[Tensor, ...]:
-    """The amax and the record of delayed scaling for the casts of one tensor; empty without delayed scaling."""
-    return () if scales is None else (scales.amax.select(0, index), scales.record.select(0, index))
+    """The amax and the record of delayed scaling for the cast of a tensor in its first pass: of an input or a weight in
+    the forward pass, of a gradient in the backward pass. Empty without delayed scaling."""
+    if scales is None:
+        return ()
+    record = scales.grad_record if index == GRAD and scales.grad_record is not None else scales.record
+    return scales.amax.select(0, index), record.select(0, index)
+
+
+def amax_of(scales: Scales | None, index: int) -> tuple[Tensor, ...]:
+    """``scales_of`` for the cast of an input or a weight in the backward pass: the forward pass has recorded it, and
+    later steps may have read the record since."""
+    return () if scales is None else (scales.amax.select(0, index),)
 
 
 # ---------------------------------------------------------------------------------------------- one matrix

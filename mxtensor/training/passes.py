@@ -44,6 +44,7 @@ from .operands import (
     SavedOperand,
     Scales,
     Want,
+    amax_of,
     copies,
     dgrad_weight,
     of_shape,
@@ -330,12 +331,12 @@ def backward(
     if need_dx:
         w_col = weight
         if w_saved.format is None:
-            w_col = _weight_for_dgrad(weight, products, w_exponents, dgrad_want, scales_of(scales, WEIGHT))
+            w_col = _weight_for_dgrad(weight, products, w_exponents, dgrad_want, amax_of(scales, WEIGHT))
         dx = products.run("dgrad", g_row, w_col).to(x_dtype).view(inputs.shape)
         del g_row, w_col
     if need_dw:
         if x_saved.format is None:
-            x_col = products.copies(rows, linear_recipe.input, (None, wgrad_want), scales_of(scales, INPUT))[1]
+            x_col = products.copies(rows, linear_recipe.input, (None, wgrad_want), amax_of(scales, INPUT))[1]
 
         def wgrad(result: torch.dtype) -> Tensor:
             as_asked = result is dtype or _runs_fast(g_col, x_col, result, products.prefer)

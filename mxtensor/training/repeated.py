@@ -71,7 +71,7 @@ def forward(
     w = values_of(weight)
     if x.device.type not in DEVICES or _is_general(x, w, bias, ends):
         return *work(), None
-    amax, record = (None, None) if scales is None else scales
+    amax, record = (None, None) if scales is None else scales[:2]
     recipe = options.linear_recipe
     key = (
         "layer", id(recipe), needs, options.dtype, options.save_input, kind_of(x), kind_of(w), kind_of(bias),

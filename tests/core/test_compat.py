@@ -5,7 +5,7 @@ import enum
 import importlib
 import inspect
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -357,38 +357,99 @@ def test_finished_work_need_not_be_waited_for():
 # ---------------------------------------------------------------------------------------------- what is changed
 
 
+def test_a_graph_break_at_a_checkpoint_has_a_reason():
+    seen = []
+
+    def function(x):
+        if torch.compiler.is_dynamo_compiling():
+            compat_compile.break_at_checkpoint()
+        seen.append(1)
+        return x + 1
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="inside a checkpoint, layers with delayed scaling run"):
+        torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
+    torch._dynamo.reset()
+    assert torch.compile(function, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0] and seen == [1]
+    torch._dynamo.reset()
+
+
 @pytest.fixture
-def checkpoints():
-    """torch's two checkpoint classes, as they were before the test afterwards."""
+def checkpoints(monkeypatch):
+    """torch's checkpoint classes without hooks, and as they were afterwards."""
+    around = torch_checkpoint._checkpoint_hook
+    for name in ("__init__", "__enter__", "__exit__"):
+        monkeypatch.setattr(around, name, inspect.unwrap(getattr(around, name)))
     frame, reentrant = torch_checkpoint._CheckpointFrame, torch_checkpoint.CheckpointFunction
-    before = frame.__init__, reentrant.forward
-    yield
-    frame.__init__, reentrant.forward = before[0], staticmethod(before[1])
+    monkeypatch.setattr(frame, "__init__", inspect.unwrap(frame.__init__))
+    monkeypatch.setattr(reentrant, "apply", reentrant.apply)
+    monkeypatch.delattr(reentrant, "apply")
+
+
+def noting(said):
+    """A ``start`` for ``hook_checkpoints`` that writes what happens, in its order."""
+
+    @contextmanager
+    def first_pass():
+        said.append("first pass")
+        try:
+            yield
+        finally:
+            said.append("its end")
+
+    def start(given, reentrant):
+        said.append(reentrant)
+        return lambda *args: said.append("recomputed") or given(*args), first_pass
+
+    return start
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_run_what_the_hook_makes_of_a_function(checkpoints, use_reentrant):
     said = []
 
-    @contextmanager
-    def first_pass():
-        said.append("first pass")
-        yield
+    def function(x):
+        said.append("called")
+        return x.sin()
 
-    def wrap(function):
-        return lambda *args: said.append("recomputed") or function(*args)
-
-    assert compat_hooks.hook_checkpoints(wrap, first_pass)
+    assert compat_hooks.hook_checkpoints(noting(said))
     x = torch.ones(2, requires_grad=True)
-    torch_checkpoint.checkpoint(torch.sin, x, use_reentrant=use_reentrant).sum().backward()
-    assert said == (["first pass", "recomputed", "recomputed"] if use_reentrant else ["recomputed"])
+    y = torch_checkpoint.checkpoint(function, x, use_reentrant=use_reentrant)
+    first = ["recomputed", "called"] if use_reentrant else ["called"]
+    assert said == [use_reentrant, "first pass", *first, "its end"]
+    said.clear()
+    y.sum().backward()
+    assert said == ["recomputed", "called"]
     assert torch.equal(x.grad, torch.ones(2).cos())
 
 
-@pytest.mark.parametrize("missing", ["_CheckpointFrame", "CheckpointFunction"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_first_pass_ends_when_its_function_raises(checkpoints, use_reentrant):
+    said = []
+
+    def function(x):
+        raise KeyError
+
+    assert compat_hooks.hook_checkpoints(noting(said))
+    with suppress(KeyError):  # torch 2.11 ends it when the traceback goes
+        torch_checkpoint.checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant)
+    assert [word for word in said if word != "recomputed"] == [use_reentrant, "first pass", "its end"]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_without_gradients_has_no_first_pass(checkpoints, use_reentrant):
+    said = []
+    assert compat_hooks.hook_checkpoints(noting(said))
+    with torch.no_grad():
+        torch_checkpoint.checkpoint(torch.sin, torch.ones(2), use_reentrant=use_reentrant)
+    assert said in ([], [False])  # the frame of one that is not reentrant is made
+
+
+@pytest.mark.parametrize("missing", ["_CheckpointFrame", "CheckpointFunction", "_checkpoint_hook"])
 def test_a_torch_with_other_checkpoints_is_left_alone(monkeypatch, missing):
     monkeypatch.delattr(torch_checkpoint, missing)
-    assert not compat_hooks.hook_checkpoints(lambda function: function, lambda: None)
+    assert not compat_hooks.hook_checkpoints(lambda function, reentrant: (function, nullcontext))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")

@@ -278,7 +278,7 @@ FAULTS = (
           "return torch.nn.functional.linear(a.to(dtype), b.to(dtype))",
           "nn/test_linear.py training"),
     Fault("delayed scaling steps in evaluation", "training/delayed_scaling.py",
-          "if not torch.is_grad_enabled() and not in_first_pass():", "if False:",
+          "reads = not torch.is_grad_enabled() and not in_first_pass()", "reads = False",
           "training/test_delayed_scaling.py training"),
     Fault("masters ignore what was written to parameters", "training/optim.py",
           "if p._version != self._written[p]:", "if False:",

