@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from .compat_compile import run_uncompiled
+
 
 class _Dequantize(torch.autograd.Function):
     @staticmethod
@@ -65,6 +67,7 @@ def differentiable_once(what: str, way_out: str) -> Callable[[Callable[..., Any]
             sources.append(torch.empty(0, requires_grad=True))  # so that there is always one
             return tuple(None if t is None else _NoSecond.apply(what, way_out, t, *sources) for t in found)
 
+        run_uncompiled(call)  # a graph break would unpack saved tensors twice, which checkpoints refuse
         return call
 
     return decorate
