@@ -54,7 +54,7 @@ from .operands import (
     standing_for,
     transposed,
 )
-from .stack_operands import copies_of
+from .stack_operands import copies_of, has_values_beside_scales
 from .training_weight import values_of
 
 WgradHook = Callable[[Callable[[torch.dtype], Tensor]], Tensor | None]
@@ -92,19 +92,20 @@ class Products(NamedTuple):
     """of the results"""
     groups: Groups | None
     """of the rows, if a stack of weights multiplies groups"""
-    own_scales: bool
-    """whether each matrix of a stack, or each group, has the scale of a whole tensor for itself"""
+    beside_scales: bool
+    """``has_values_beside_scales``"""
 
     @classmethod
     def of(cls, options: Options, x: Tensor, weight: Tensor, groups: Groups | None) -> Products:
         """The products of a layer with this input and weight."""
-        own_scales = weight.dim() > 2 and options.linear_recipe.has_tensor_scales
-        return cls(options.linear_recipe, options.prefer, options.dtype or x.dtype, groups, own_scales)
+        recipe = options.linear_recipe
+        beside_scales = has_values_beside_scales(weight.dim(), recipe)
+        return cls(recipe, options.prefer, options.dtype or x.dtype, groups, beside_scales)
 
     def want(self, op: str, a: GemmOperand, b: GemmOperand) -> Want:
         """The form in which the kernel that will run this product wants operands that are cast for it."""
         dtype, prefer = self.dtype, self.prefer
-        if self.own_scales:
+        if self.beside_scales:
             return torch.float32
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             return dtype
@@ -114,7 +115,7 @@ class Products(NamedTuple):
 
     def copies(self, x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: Any) -> list[GemmOperand | None]:
         """The copies of an input or a gradient for two products, in these forms."""
-        return copies_of(x, casts, wants, scales, self.groups, self.own_scales)
+        return copies_of(x, casts, wants, scales, self.groups, self.beside_scales)
 
     def run(
         self, op: str, a: GemmOperand | None, b: GemmOperand | None, bias: Tensor | None = None,
@@ -262,7 +263,7 @@ def _wants(
     grad = of_shape((*rows.shape[:-1], weight.shape[-2]), products.dtype, rows)
     fprop = products.want("fprop", standing_for(rows, of_x.rowwise), w_row)
     dgrad = None if w_col is None else products.want("dgrad", standing_for(grad, of_grad.rowwise), w_col)
-    if not saves or products.own_scales or of_x.columnwise is None:
+    if not saves or (products.beside_scales and products.recipe.delayed is None) or of_x.columnwise is None:
         return Wants(fprop, dgrad, None)
     g_like = standing_for(_columns_like(grad, products.groups), of_grad.columnwise)
     wgrad = products.want("wgrad", g_like, standing_for(_columns_like(rows, products.groups), of_x.columnwise))
@@ -277,12 +278,12 @@ def _weight_operands(
     Most weights are cast again for dgrad, whose operand would take half of the memory of the weight until then: a third
     of a cast more, which is little beside the products. A scale of the whole tensor would need its amax again.
     """
-    casts, own_scales = products.recipe.weight, products.own_scales
+    casts, beside_scales = products.recipe.weight, products.beside_scales
     saves = wants.dgrad in SAVED and casts.columnwise is not None and casts.columnwise.format.has_tensor_scale
-    made = None if saves or own_scales else rows_first(w, casts, (wants.fprop, wants.dgrad))
+    made = None if saves or beside_scales else rows_first(w, casts, (wants.fprop, wants.dgrad))
     if made is not None:
         return made[0], None, made[1]
-    w_row, w_col = copies_of(w, casts, (wants.fprop, wants.dgrad if saves else None), scales, None, own_scales)
+    w_row, w_col = copies_of(w, casts, (wants.fprop, wants.dgrad if saves else None), scales, None, beside_scales)
     return w_row, w_col, None
 
 
@@ -295,7 +296,7 @@ def _weight_for_dgrad(
         assert linear_recipe.weight.columnwise is not None
         return cast_columns_later(values_of(weight), linear_recipe.weight.columnwise, exponents)
     if weight.dim() > 2:
-        return copies_of(values_of(weight), linear_recipe.weight, (None, want), scales, None, products.own_scales)[1]
+        return copies_of(values_of(weight), linear_recipe.weight, (None, want), scales, None, products.beside_scales)[1]
     return transposed(weight, linear_recipe, want, scales)
 
 
@@ -313,8 +314,8 @@ def backward(
     linear_recipe, tensors = options.linear_recipe, iter(tensors)
     need_dx, need_dw, need_db = inputs.needs
     x_dtype, w_dtype, bias_dtype, dtype = inputs.dtypes
-    own_scales = inputs.stacked and linear_recipe.has_tensor_scales
-    products = Products(linear_recipe, options.prefer, dtype, groups, own_scales)
+    beside_scales = has_values_beside_scales(3 if inputs.stacked else 2, linear_recipe)
+    products = Products(linear_recipe, options.prefer, dtype, groups, beside_scales)
     dx = dw = db = None
     x_col = x_saved.gemm_operand(tensors)
     w_exponents = next(tensors) if has_exponents else None

@@ -4,9 +4,9 @@ x is rows in groups (M, K) with ``Groups``, or one matrix for each weight (G, M,
 ``numerics/groups.py`` defines the cast of a group.
 
 Formats whose scales belong to blocks of a few values use the casts of a layer: blocks along a row know no groups, and
-blocks along the rows are those of the padded matrix. Where a scale belongs to a whole tensor (NVFP4, float8 with
-current scaling), each matrix and each group has its own, and operands are rounded values beside these scales. With
-delayed scaling the scale comes from earlier steps; one history serves the whole stack, and so does its scale.
+blocks along the rows are those of the padded matrix. Where a scale belongs to a whole tensor (NVFP4, float8), operands
+are rounded values beside scales: each matrix and each group has its own, from its amax. With delayed scaling one
+history serves the whole stack, and its scale serves all matrices, or all groups.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from ..kernels.quantize.hadamard import rotated
 from ..kernels.quantize.select_pair import cast_groups
 from ..kernels.quantize.two_casts import columnwise_cast
 from ..numerics.cast import Cast
-from ..numerics.formats import FULL
+from ..numerics.formats import FULL, Rounding
 from ..numerics.groups import Groups, amax_along, amax_of_groups, amax_of_rows, block_of
+from ..numerics.operand import Operand
 from ..recipe.linear_recipe import LinearRecipe, TensorCasts
 from .operands import Want, copies, rounds_twice
 
@@ -34,25 +35,28 @@ def layout_of(ends: Tensor, rows: int, linear_recipe: LinearRecipe) -> Groups:
     return Groups(ends, rows, block_of(linear_recipe.input.columnwise, linear_recipe.grad.columnwise))
 
 
+def has_values_beside_scales(weight_dim: int, linear_recipe: LinearRecipe) -> bool:
+    """Whether the operands of a product by a weight with so many dimensions are values beside scales."""
+    return weight_dim > 2 and (linear_recipe.has_tensor_scales or linear_recipe.delayed is not None)
+
+
 def copies_of(
     x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: tuple[Tensor, ...], groups: Groups | None,
-    own_scales: bool = False,
+    beside_scales: bool = False,
 ) -> list[GemmOperand | None]:  # fmt: skip
     """``copies`` of a matrix, of a stack of matrices, or, with ``groups``, of rows in groups: then the columnwise copy
-    (cols, P) is that of the padded matrix. ``own_scales``: ``has_tensor_scales`` of the recipe."""
-    if own_scales and (x.dim() > 2 or groups is not None):
-        return _with_own_scales(x, casts, wants, groups)
+    (cols, P) is that of the padded matrix. ``beside_scales``: ``has_values_beside_scales`` of the layer."""
+    if beside_scales and (x.dim() > 2 or groups is not None):
+        return (_with_scale_of_history if scales else _with_own_scales)(x, casts, wants, scales, groups)
     if groups is None:
         return copies(x, casts, wants, scales)
-    if scales:  # what follows the last group has no part in the amax
-        x = torch.where((groups.of_row < groups.number).unsqueeze(1), x, 0)
-    elif Form.ROWS in wants:
+    if Form.ROWS in wants:
         return _row_scaled(x, casts, wants, groups)
     out: list[GemmOperand | None] = [None, None]
     if wants[0] is not None:
-        out[0] = _rows(x, casts, wants[0], scales, groups)
+        out[0] = _rows(x, casts, wants[0], groups)
     if wants[1] is not None:
-        out[1] = _padded_columns(x, casts, wants[1], scales, groups)
+        out[1] = _padded_columns(x, casts, wants[1], (), groups)
     return out
 
 
@@ -70,7 +74,7 @@ def _row_scaled(
     elif wants[1] is not None:
         out[1] = _padded_columns(x, casts, wants[1], (), groups)
     if wants[0] is not None and out[0] is None:
-        out[0] = _rows(x, casts, wants[0], (), groups)
+        out[0] = _rows(x, casts, wants[0], groups)
     return out
 
 
@@ -81,25 +85,58 @@ def _padded_columns(
     return copies(groups.padded(x), casts, (None, want), scales)[1]
 
 
-def _rows(x: Tensor, casts: TensorCasts, want: Want, scales: tuple[Tensor, ...], groups: Groups) -> GemmOperand | None:
+def _rows(x: Tensor, casts: TensorCasts, want: Want, groups: Groups) -> GemmOperand | None:
     """The rowwise copy of rows in groups; tiles that cover several rows begin anew with each group."""
     row = casts.rowwise
-    if row is None or not row.format.rows_are_blocked or scales:
-        return copies(x, casts, (want, None), scales)[0]
+    if row is None or not row.format.rows_are_blocked:
+        return copies(x, casts, (want, None), ())[0]
     exact = torch.bfloat16 if row.format.exact_in_bfloat16 else torch.float32
     dtype = want if isinstance(want, torch.dtype) else exact
-    padded = copies(groups.padded(x), casts, (dtype, None), scales)[0]
+    padded = copies(groups.padded(x), casts, (dtype, None), ())[0]
     assert isinstance(padded, FakeQuantized)
     return replace(padded, values=groups.unpadded(padded.values))
 
 
-# ---------------------------------------------------------------------------------------------- scales of their own
+# ---------------------------------------------------------------------------------------------- values beside scales
+
+
+def _with_scale_of_history(
+    x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: tuple[Tensor, ...], groups: Groups | None
+) -> list[GemmOperand | None]:
+    """``copies_of`` with delayed scaling: codes, beside the one scale that the history gives. Codes do not depend on
+    the orientation, so that one cast gives both copies."""
+    row, column = casts.rowwise, casts.columnwise
+    rows, columns = (None if want is None else Form.CODES for want in wants)
+    if groups is None:
+        return [_beside_scale(side) for side in copies(x, casts, (rows, columns), scales)]
+    x = torch.where((groups.of_row < groups.number).unsqueeze(1), x, 0)  # other rows have no part in the amax
+    out: list[GemmOperand | None] = [None, None]
+    if row is not None and row == column and casts.signs is None and row.rounding is Rounding.NEAREST:
+        made = _beside_scale(copies(x, casts, (Form.CODES, None), scales)[0])
+        assert isinstance(made, FakeQuantized)
+        out[0] = made if rows is not None else None
+        if columns is not None:
+            codes = groups.padded(made.values.view(torch.uint8)).view(made.values.dtype)
+            out[1] = replace(made, values=codes.transpose(-1, -2))
+        return out
+    if rows is not None:
+        out[0] = _beside_scale(copies(x, casts, (rows, None), scales)[0])
+    if columns is not None:
+        out[1] = _beside_scale(_padded_columns(x, casts, columns, scales, groups))
+    return out
+
+
+def _beside_scale(side: GemmOperand | None) -> GemmOperand | None:
+    """An operand with one scale as values beside it; others as they are."""
+    if not isinstance(side, Operand):
+        return side
+    return FakeQuantized(side.data, side.scale.reshape((1,) * len(side.shape)), side.format)
 
 
 def _with_own_scales(
-    x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], groups: Groups | None
+    x: Tensor, casts: TensorCasts, wants: tuple[Want, Want], scales: tuple[Tensor, ...], groups: Groups | None
 ) -> list[GemmOperand | None]:
-    """``copies_of`` where each matrix or group has a scale of its own: rounded values, beside these scales."""
+    """``copies_of`` where each matrix or group has a scale of its own, from its amax."""
     row, column = casts.rowwise, casts.columnwise
     out: list[GemmOperand | None] = [None, None]
     of_rounded = rounds_twice(casts)  # the columnwise copy is cast from the values of the rowwise one

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
 from mxtensor.convert.training import training_parameter
 from mxtensor.core.plan import PLANS
 from mxtensor.recipe import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
@@ -16,7 +18,9 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from mxtensor.training.histories import STATE
 from mxtensor.training.repeated import RepeatedLayer
+from tests.helpers.compare import relative_error
 from tests.helpers.no_sync import no_host_sync
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
@@ -149,3 +153,78 @@ def test_each_group_has_the_gradients_of_a_layer_of_its_own():
     x[1536:] *= 2.0**-60
     _, _, dw = step(net, x, g, ends)
     assert torch.equal(dw[0], expected[0]) and not torch.equal(dw[1], expected[1])
+
+
+# ---------------------------------------------------------------------------------------------- delayed scaling
+
+DELAYED = {
+    "hybrid": DelayedScaling(amax_history_len=2),
+    "e4m3": DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", fp8_format=Format.E4M3),
+}
+
+
+def history(net):
+    return [t.clone() for t in vars(net.weight)[STATE].state_dict().values()]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", DELAYED)
+def test_delayed_scaling_repeats_as_programs_with_the_bits_of_the_general_way(name, transposed):
+    PLANS.clear()
+    _, w, _ = tensors()
+    alone, general = (Experts(DELAYED[name], w, transposed) for _ in range(2))
+    for i, ends in enumerate(map(ends_of, ENDS * 2)):
+        x, _, g = tensors()
+        x, g = 2.0**i * x, g / 2.0**i
+        assert_same(step(alone, x, g, ends), in_general(general, x, g, ends))
+        assert_same(history(alone), history(general))
+    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, RepeatedLayer)]
+    assert any(layer.forward is not None and any(layer.backward.values()) for layer in layers)
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_delayed_scaling_is_that_of_the_cpu(name):
+    """The same histories bit for bit, and products of the same codes: the CPU adds in float32 and rounds once."""
+    _, w, _ = tensors()
+    here, there = Experts(DELAYED[name], w), Experts(DELAYED[name], w.cpu())
+    for i, values in enumerate(ENDS):
+        x, _, g = tensors()
+        x, g = 2.0**i * x, g / 2.0**i
+        got = step(here, x, g, ends_of(values))
+        expected = step(there, x.cpu(), g.cpu(), ends_of(values).cpu())
+        for mine, one in zip(got, expected, strict=True):
+            assert relative_error(mine.cpu().float(), one.float()) < 5e-3  # a rounding to bfloat16 on either side
+        assert_same([t.cpu() for t in history(here)], history(there))
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_delayed_scaling_never_waits_for_the_device(name):
+    x, w, g = tensors()
+    net, ends = Experts(DELAYED[name], w), ends_of(ENDS[0])
+    step(net, x, g, ends)
+    with no_host_sync():
+        step(net, x, g, ends)
+    with mx.explain() as log:
+        step(net, x, g, ends)
+    ran = {e.spec.op: e.kernel for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")}
+    assert ran == dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8_rows")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_delayed_scaling_is_recomputed_with_its_own_scales(reentrant):
+    _, w, _ = tensors()
+    alone, again = (Experts(DELAYED["hybrid"], w) for _ in range(2))
+    ends, results = ends_of(ENDS[0]), []
+    batches = [tuple(2.0 ** (i * 3) * t for t in (tensors()[0], tensors()[2])) for i in range(3)]
+    for net in (alone, again):
+        out = []
+        for _ in range(3):
+            xs = [x.clone().requires_grad_() for x, _ in batches]
+            run = net if net is alone else lambda x, e, net=net: checkpoint(net, x, e, use_reentrant=reentrant)
+            ys = [run(x, ends) for x in xs]
+            for x, y, (_, g) in zip(xs, ys, batches, strict=True):
+                net.weight.grad = None
+                y.backward(g)
+                out += [y.detach(), x.grad, net.weight.grad.clone(), *history(net)]
+        results.append(out)
+    assert_same(*results)

@@ -13,12 +13,14 @@ import mxtensor as mx
 from mxtensor.convert.training import training_parameter
 from mxtensor.kernels.gemm import emulated
 from mxtensor.kernels.gemm.spec import FakeQuantized, Form
+from mxtensor.kernels.quantize import reference
 from mxtensor.numerics.operand import Operand
 from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Format,
     MXFP4BlockScaling,
     MXFP6BlockScaling,
     MXFP8BlockScaling,
@@ -26,7 +28,7 @@ from mxtensor.recipe import (
 )
 from mxtensor.training.interception import STATE
 from mxtensor.training.linear import linear
-from mxtensor.training.operands import copies
+from mxtensor.training.operands import Scales, copies
 from mxtensor.training.passes import Options
 from mxtensor.training.stack_operands import copies_of, layout_of
 from mxtensor.training.training_weight import TrainingWeight
@@ -210,6 +212,96 @@ def test_a_stack_has_one_history_and_one_scale_with_delayed_scaling():
     assert [name for name in vars(w) if name.startswith(STATE)] == [STATE]
     F.linear(x, w[1])  # a slice is a layer of its own
     assert len([name for name in vars(w) if name.startswith(STATE)]) == 2
+
+
+def delayed_step(x, w, g, recipe, ends, amax):
+    """A step with these scales; what it records; and the tensors that are saved."""
+    scales, kept = Scales(torch.tensor(amax), torch.zeros(3)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = linear(x, w, None, Options(recipe), scales, None, ends)
+    forward = scales.record.clone()
+    y.backward(g)
+    return (y.detach(), x.grad, w.grad), (forward, scales.record), kept
+
+
+DELAYED = {
+    "hybrid": DelayedScaling(),
+    "e4m3": DelayedScaling(fp8_format=Format.E4M3),
+    "margin": DelayedScaling(margin=1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", DELAYED)
+def test_groups_with_the_scale_of_a_history(name, dtype):
+    """Bit for bit a layer of each group with the same scales, whose products are in float32, too."""
+    recipe, ends, rows = DELAYED[name].linear_recipe(), ends_of(SIZES), sum(SIZES) + 3
+    x, w, g = values(rows, 48, dtype=dtype), values(5, 64, 48, dtype=dtype), values(rows, 64, dtype=dtype)
+    amax = [20.0, 3.0, 0.7]  # some values are beyond
+    (y, dx, dw), (forward, record), kept = delayed_step(x, w, g, recipe, ends, amax)
+    start = 0
+    for i, n in enumerate(SIZES):
+        part = slice(start, start + n)
+        expected, _, _ = delayed_step(x[part], w[i], g[part], recipe, None, amax)
+        for mine, one in zip((y[part], dx[part], dw[i]), expected, strict=True):
+            torch.testing.assert_close(mine, one, rtol=2e-6 if dtype is torch.float32 else 2**-8, atol=1e-5)
+        start += n
+    assert not y[start:].any() and not dx[start:].any() and not dw[1].any()  # after the last group; no rows
+    assert y.dtype is dx.dtype is dw.dtype is dtype
+    largest = [t[:start].abs().amax().float() if t is not w else t.abs().amax().float() for t in (x, w, g)]
+    assert torch.equal(record, torch.stack(largest)) and torch.equal(forward[:2], record[:2]) and forward[2] == 0
+    float8 = [t for t in kept if t.dtype is torch.float8_e4m3fn]  # the input, and no other copy of it
+    assert [t.shape for t in float8] == [(48, layout_of(ends, rows, recipe).length)]
+    assert not any(t.shape == x.shape for t in kept)
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_operands_with_the_scale_of_a_history_are_those_of_the_definition(name):
+    recipe, ends = DELAYED[name].linear_recipe(), ends_of(SIZES)
+    groups, x = layout_of(ends, sum(SIZES) + 3, recipe), values(sum(SIZES) + 3, 48)
+    for casts in (recipe.input, recipe.grad):
+        for wants in ((torch.float32, torch.float32), (None, torch.float32), (torch.float32, None)):
+            amax, record = torch.tensor(5.0), torch.zeros(())
+            row, column = copies_of(x, casts, wants, (amax, record), groups, True)
+            inside = torch.where((groups.of_row < groups.number)[:, None], x, 0)
+            expected = reference.encode_with_amax(inside, casts.rowwise, amax)
+            assert record == x[: sum(SIZES)].abs().amax()
+            assert (row is None, column is None) == (wants[0] is None, wants[1] is None)
+            padded = groups.padded(expected.data.view(torch.uint8)).t()
+            for made, codes in ((row, expected.data.view(torch.uint8)), (column, padded)):
+                if made is not None:
+                    assert torch.equal(made.values.view(torch.uint8), codes)
+                    assert made.global_scale.item() == expected.scale.item() and made.global_scale.dim() == 2
+
+
+def test_a_batch_with_the_scale_of_a_history():
+    recipe, amax = DelayedScaling().linear_recipe(), [20.0, 3.0, 0.7]
+    x, w, g = values(3, 7, 48), values(3, 64, 48), values(3, 7, 64)
+    got, (_, record), kept = delayed_step(x, w, g, recipe, None, amax)
+    for i in range(3):
+        expected, _, _ = delayed_step(x[i], w[i], g[i], recipe, None, amax)
+        for mine, one in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine[i], one, rtol=2e-6, atol=1e-5)
+    assert torch.equal(record, torch.stack([t.abs().amax() for t in (x, w, g)]))
+    assert not any(t.shape == x.shape and t.dtype is x.dtype for t in kept)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_experts_with_delayed_scaling_are_recomputed_with_their_own_scales(reentrant):
+    results, active = [], DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
+    for wrap in (lambda fn, x: fn(x), lambda fn, x: checkpoint(fn, x, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        w, out = training_parameter(nn.Parameter(values(4, 16, 32)), active.linear_recipe()), []
+        for i in range(3):
+            xs = [(4.0 ** (k + i) * values(12, 32)).requires_grad_() for k in range(3)]
+            ys = [wrap(lambda x, w=w: torch._grouped_mm(x, w.mT, offs=GROUPS), x) for x in xs]
+            for x, y in zip(xs, ys, strict=True):
+                w.grad = None
+                y.backward(torch.full_like(y, 0.5**i))
+                out += [y.detach(), x.grad, w.grad.clone(), *(t.clone() for t in vars(w)[STATE].state_dict().values())]
+        results.append(out)
+    assert all(map(torch.equal, *results))
 
 
 def test_gathered_matrices_share_the_history_of_their_stack_under_autocast():

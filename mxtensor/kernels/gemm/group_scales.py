@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...numerics.groups import Groups
+from .scaled_mm import dense
 from .spec import FakeQuantized
 
 
@@ -15,8 +16,8 @@ def _scale(side: FakeQuantized) -> Tensor:
 
 
 def scales_of_rows(side: FakeQuantized) -> Tensor:
-    """float32 (rows,), from those of rows in groups (M, K) or of a stack (G, N, K)."""
-    return _scale(side).expand(*side.shape[:-1], 1).reshape(-1)
+    """float32 (rows,), contiguous, from those of rows in groups (M, K) or of a stack (G, N, K)."""
+    return dense(_scale(side).expand(*side.shape[:-1], 1).reshape(-1))  # one scale stays expanded in a reshape
 
 
 def scales_of_columns(side: FakeQuantized, groups: Groups) -> Tensor:
@@ -28,9 +29,9 @@ def scales_of_columns(side: FakeQuantized, groups: Groups) -> Tensor:
 
 def rows_with_scales(side: FakeQuantized) -> tuple[Tensor, Tensor]:
     """Values, and ``scales_of_rows``: a side of ``fp8_rows_groups_mm.multiply``."""
-    return side.values.contiguous(), scales_of_rows(side)
+    return dense(side.values), scales_of_rows(side)
 
 
 def columns_with_scales(side: FakeQuantized, groups: Groups) -> tuple[Tensor, Tensor]:
     """Values, and ``scales_of_columns``."""
-    return side.values.contiguous(), scales_of_columns(side, groups)
+    return dense(side.values), scales_of_columns(side, groups)

@@ -21,7 +21,9 @@ from mxtensor.numerics.groups import Groups
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
 from mxtensor.recipe import (
+    DelayedScaling,
     Float8BlockScaling,
+    Float8CurrentScaling,
     Format,
     MXFP4BlockScaling,
     MXFP6BlockScaling,
@@ -29,6 +31,7 @@ from mxtensor.recipe import (
 )
 from mxtensor.training import passes
 from mxtensor.training.linear import linear
+from mxtensor.training.operands import Scales, amax_of
 from mxtensor.training.passes import Inputs, Options
 from mxtensor.training.stack_operands import layout_of
 from tests.helpers.compare import assert_same_product, relative_error
@@ -152,12 +155,15 @@ def step(recipe, m=2048, shape=(4, 128, 256)):
     """Kernels of a training step of groups on a GPU, of fake tensors: they have no values that the host could read."""
     linear_recipe, needs = recipe.linear_recipe(), (True, True, False)
     with FakeTensorMode(), mx.explain() as log:
+        scales = None
+        if linear_recipe.delayed is not None:
+            scales = Scales(torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"))
         x, w = (torch.empty(s, dtype=BF16, device="cuda") for s in ((m, shape[2]), shape))
         groups = layout_of(torch.empty(shape[0], dtype=torch.int32, device="cuda"), m, linear_recipe)
-        y, saved, how = passes.forward(x, w, None, Options(linear_recipe), None, None, needs, groups)
+        y, saved, how = passes.forward(x, w, None, Options(linear_recipe), scales, None, needs, groups)
         inputs = Inputs(needs, tuple(x.shape), (BF16, BF16, None, BF16), True)
         grad = torch.empty(m, shape[1], dtype=BF16, device="cuda")
-        dx, dw, _ = passes.backward(grad, saved, how, inputs, Options(linear_recipe), None, groups)
+        dx, dw, _ = passes.backward(grad, saved, how, inputs, Options(linear_recipe), scales, groups)
     assert y.shape == grad.shape and dx.shape == x.shape and dw.shape == w.shape
     assert all(t.dtype is BF16 and t.device.type == "cuda" for t in (y, dx, dw))
     return [e.kernel for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")], saved
@@ -175,6 +181,38 @@ def test_hopper_multiplies_all_three_products_in_one_launch_each(pretend, recipe
         assert [t.shape for t in made if t.dtype is torch.int32] == [(4 * 256,)]
     padded = 2048 + 4 * (128 if recipe == "float8 block" else 32)
     assert sum(t.nbytes for t in made) < 1.1 * padded * 256 and len(saved) == len(made) + 1  # a byte a value
+
+
+@pytest.mark.parametrize("capability, kernel", [(HOPPER, "fp8_rows"), ((8, 0), "dequant")])
+@pytest.mark.parametrize("format", [Format.HYBRID, Format.E4M3], ids=["hybrid", "e4m3"])
+def test_the_scale_of_a_history_is_beside_the_codes(pretend, monkeypatch, format, capability, kernel):
+    """One launch for each product with delayed scaling, too, and the input is saved as codes."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(passes, "scales_of", amax_of)  # torch without CUDA cannot write fake tensors in place
+    pretend(capability)
+    kernels, saved = step(DelayedScaling(fp8_format=format))
+    assert kernels == [kernel] * 3
+    codes, scale, weight = saved
+    assert codes.dtype is torch.float8_e4m3fn and codes.shape == (256, 2048 + 4 * 16) and scale.shape == (1, 1)
+    assert weight.shape == (4, 128, 256)
+
+
+def test_a_batch_runs_as_with_current_scaling(pretend, monkeypatch):
+    pytest.importorskip("triton")
+    pretend(HOPPER)
+    monkeypatch.setattr(passes, "scales_of", amax_of)
+    ran = []
+    for recipe in (Float8CurrentScaling().linear_recipe(), DelayedScaling().linear_recipe()):
+        needs, options = (True, True, False), Options(recipe)
+        with FakeTensorMode(), mx.explain() as log:
+            x, w = (torch.empty(s, dtype=BF16, device="cuda") for s in ((4, 64, 256), (4, 128, 256)))
+            scales = None if recipe.delayed is None else Scales(torch.ones(3, device="cuda"), x)
+            _, saved, how = passes.forward(x, w, None, options, scales, None, needs)
+            inputs = Inputs(needs, tuple(x.shape), (BF16, BF16, None, BF16), True)
+            passes.backward(torch.empty(4, 64, 128, dtype=BF16, device="cuda"), saved, how, inputs, options, scales)
+        ran.append([e.kernel for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")])
+    assert saved[0].dtype is torch.float8_e4m3fn and saved[0].shape == (4, 256, 64)
+    assert ran[0] == ran[1] and len(ran[0]) == 3 and "emulated" not in ran[0]
 
 
 @pytest.mark.parametrize(

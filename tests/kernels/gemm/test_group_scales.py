@@ -1,5 +1,7 @@
 """Products of groups that have global scales of their own: NVFP4, and float8 with one scale for each group."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from mxtensor.kernels.gemm.row_global_scales import times_global_scales, without
 from mxtensor.kernels.gemm.select import gemm
 from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, has_group_scales
 from mxtensor.numerics.formats import get_format
-from mxtensor.recipe import Float8CurrentScaling, Format, NVFP4BlockScaling
+from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, Format, NVFP4BlockScaling
 from mxtensor.training.stack_operands import copies_of, layout_of
 from tests.helpers.compare import relative_error
 from tests.helpers.stand_in import BF16, FP32
@@ -28,6 +30,8 @@ RECIPES = {
     "float8": (Float8CurrentScaling(), fp8_rows_groups),
     "float8 e4m3": (Float8CurrentScaling(fp8_format=Format.E4M3), fp8_rows_groups),
     "float8 in bfloat16": (Float8CurrentScaling(), dequant),
+    "float8 delayed": (DelayedScaling(), fp8_rows_groups),
+    "float8 delayed in bfloat16": (DelayedScaling(), dequant),
 }  # fmt: skip
 SIZES = [5, 0, 40, 33]
 
@@ -47,8 +51,9 @@ def test_all_three_products_are_those_of_the_values_times_their_scales(name):
     recipe, ends = recipe.linear_recipe(), torch.tensor(SIZES).cumsum(0).to(torch.int32)
     x, w, g = values(sum(SIZES) + 3, 64), values(4, 48, 64), values(sum(SIZES) + 3, 48)
     groups = layout_of(ends, len(x), recipe)
+    scales = () if recipe.delayed is None else (torch.tensor(20.0), torch.zeros(()))
     (x_row, x_col), (w_row, w_col), (g_row, g_col) = (
-        copies_of(t, casts, (FP32, FP32), (), of, True)
+        copies_of(t, casts, (FP32, FP32), scales, of, True)
         for t, casts, of in ((x, recipe.input, groups), (w, recipe.weight, None), (g, recipe.grad, groups))
     )
     assert all(map(has_group_scales, (x_row, x_col, w_row, w_col, g_row, g_col)))
@@ -71,6 +76,9 @@ def test_a_scale_belongs_to_each_row_of_each_group():
     assert group_scales.scales_of_rows(stack).tolist() == [1, 1, 2, 2, 3, 3]
     assert groups.padded_ends.tolist() == [32, 48, 80]
     place = torch.arange(float(groups.length))
+    for one in (rows, stack):  # Triton reads memory
+        shared = group_scales.scales_of_rows(replace(one, global_scale=torch.full((1,) * len(one.shape), 7.0)))
+        assert shared.is_contiguous() and torch.equal(shared, torch.full_like(group_scales.scales_of_rows(one), 7.0))
     columns = FakeQuantized(torch.zeros(2, groups.length), torch.stack([place, 100 + place]), format)
     assert group_scales.scales_of_columns(columns, groups).tolist() == [0, 100, 32, 132, 48, 148]
     shared = FakeQuantized(columns.values, place[None], format)
