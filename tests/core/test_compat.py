@@ -620,10 +620,15 @@ def test_a_function_that_is_run_uncompiled_is_not_a_graph():
     def compiled(x):
         return inner(x)
 
+    def with_callees(x):
+        return inner(x) - 1 + 1  # only ``inner`` is compiled
+
     compat_compile.run_uncompiled(skipped)
-    for function, count_of in ((skipped, 0), (compiled, 1)):
+    compat_compile.run_uncompiled(with_callees, callees=True)
+    for function, count_of in ((skipped, 0), (with_callees, 1), (compiled, 2)):
         assert torch.equal(torch.compile(function, backend=count)(torch.ones(2)), torch.full((2,), 2.0))
         assert len(graphs) == count_of, function
+    assert [sum(node.op == "call_function" for node in graph.graph.nodes) for graph in graphs] == [1, 1]
 
 
 def test_dynamo_shows_a_private_function_to_modes(monkeypatch):

@@ -233,17 +233,21 @@ def test_a_copy_of_a_state_is_that_of_another_layer():
     with mx.autocast(recipe=recipe()):
         model(x)
         model(x)
-    for copied in (copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state)), lambda state: state.to("cpu")):
-        state = getattr(model.first.weight, STATE)
-        assert copied(state).layer is not state.layer
-        assert all(map(torch.equal, copied(state).state_dict().values(), state.state_dict().values()))
+    state, layers = getattr(model.first.weight, STATE), set()
+    ways_of_copying = copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state)), lambda state: state.to("cpu")
+    copies = [copied(state) for copied in ways_of_copying]
+    for one in (state, *copies):
+        layers.add(one.layer)
+        assert all(map(torch.equal, one.state_dict().values(), state.state_dict().values()))
+    assert len(layers) == 4
 
 
 # ---------------------------------------------------------------------------------------------- between and around
 
 
 @both
-def test_an_evaluation_under_another_recipe_between_the_passes(checkpointed):
+@pytest.mark.parametrize("make", [Net, Module])
+def test_an_evaluation_under_another_recipe_between_the_passes(checkpointed, make):
     """It replaces the state of each layer, and the recomputation puts another in its place."""
 
     def evaluate(model):
@@ -252,7 +256,7 @@ def test_an_evaluation_under_another_recipe_between_the_passes(checkpointed):
 
     results = []
     for wrap in (lambda model: model, lambda model: functools.partial(checkpointed, model)):
-        model = net()
+        model = net(make)
         results.append(train(model, wrap(model), recipe(), between=functools.partial(evaluate, model)))
     assert same(*results)
 
