@@ -26,8 +26,9 @@ from .quantize import (
 
 
 @triton.jit
-def word_of(y0, y1, y2, y3, finite, C: tl.constexpr):
-    """The codes of four rows, C.bits each, in one int32, the first in the low bits."""
+def word_of(y, finite, C: tl.constexpr):
+    """The codes of four rows y, C.bits each, in one int32, the first in the low bits."""
+    y0, y1, y2, y3 = y
     if C.float8 != "":
         y0, y1, y2, y3 = signed(y0, C), signed(y1, C), signed(y2, C), signed(y3, C)
     if C.float8 == "e4m3":
@@ -46,6 +47,24 @@ def word_of(y0, y1, y2, y3, finite, C: tl.constexpr):
 def load_group(x_ptr, row, col, rows, cols, stride, EVEN: tl.constexpr):
     """One group of rows of x at ``row`` and ``col``."""
     return load_tile(x_ptr + row.to(tl.int64) * stride + col, (row < rows) & (col < cols), EVEN)
+
+
+@triton.jit
+def load_groups(x_ptr, row, col, rows, cols, stride, EVEN: tl.constexpr):
+    """The four groups of rows of x at ``row``, ``row`` + 1, ``row`` + 2 and ``row`` + 3."""
+    x0 = load_group(x_ptr, row, col, rows, cols, stride, EVEN)
+    x1 = load_group(x_ptr, row + 1, col, rows, cols, stride, EVEN)
+    x2 = load_group(x_ptr, row + 2, col, rows, cols, stride, EVEN)
+    x3 = load_group(x_ptr, row + 3, col, rows, cols, stride, EVEN)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def largest_of_groups(x):
+    """The largest magnitude bits of the values in the same place of four groups of rows."""
+    upper = tl.maximum(magnitude_bits(x[0]), magnitude_bits(x[1]))
+    lower = tl.maximum(magnitude_bits(x[2]), magnitude_bits(x[3]))
+    return tl.maximum(upper, lower)
 
 
 @triton.jit
@@ -83,6 +102,72 @@ def store_values(code, scale, row, col, out_ptr, rows, cols, stride, C: tl.const
     store_tile(out_ptr + row.to(tl.int64) * stride + col, value, (row < rows) & (col < cols), EVEN)
 
 
+# ---------------------------------------------------------------------------------------------- the columns
+
+
+@triton.jit
+def scales_of_whole_columns(col, cols, down, tscale_ptr, amax_ptr, encode, C: tl.constexpr, COLUMNS: tl.constexpr):
+    """(multiplier, value, finite), each (Q, 1, V), of the scales of columns ``col``, whose amax bits are in
+    ``amax_ptr``; the programs of the first tiles (``down`` = 0) store the scales of codes."""
+    Q: tl.constexpr = col.shape[0]
+    V: tl.constexpr = col.shape[3]
+    column = tl.reshape(col, (Q, 1, V))
+    amax = tl.load(amax_ptr + column, mask=column < cols, other=0) & 0x7FFFFFFF
+    stored, multiplier, value, finite = block_scales(amax, encode, C)
+    if COLUMNS == "codes" and down == 0:
+        tl.store(tscale_ptr + column, stored, mask=column < cols)
+    return multiplier, value, finite
+
+
+@triton.jit
+def scales_of_blocks(
+    x, column, cols, down, tscale_ptr, tscale_cols, encode, C: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """(multiplier, value, finite), each (Q, W, V), of the scales of blocks along columns; stores the scales of codes.
+    x: four groups of rows (Q, W, J, V); ``column``: (1, BK); ``down``: the number of the tile in its columns."""
+    Q: tl.constexpr = x[0].shape[0]
+    BLOCKS: tl.constexpr = x[0].shape[1] // G
+    V: tl.constexpr = x[0].shape[3]
+    amax = amax_bits(tl.max(largest_of_groups(x), axis=2), x[0])
+    if G > 1:
+        amax = tl.max(tl.reshape(amax, (Q, BLOCKS, G, V)), axis=2)
+    stored, multiplier, value, finite = block_scales(amax, encode, C)
+    if COLUMNS == "codes":
+        block = down * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+        to = scale_offset(column, block, tscale_cols, False)
+        inside = (column < cols) & (block < tscale_cols)
+        store_tile(tscale_ptr + to, tl.reshape(tl.permute(stored, (1, 0, 2)), (BLOCKS, Q * V)), inside, EVEN)
+    if G > 1:
+        multiplier, finite = over_spans(multiplier, G), over_spans(finite.to(tl.int32), G) != 0
+        value = over_spans(value, G)
+    return multiplier, value, finite
+
+
+@triton.jit
+def store_transposed(
+    word, column, down, tdata_ptr, rows, cols, tdata_stride, words, C: tl.constexpr, EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Store words (W * J, BK), each with the codes of four rows of a ``column``, as rows of the transpose."""
+    HIGH: tl.constexpr = word.shape[0]
+    word_row = down * HIGH + tl.arange(0, HIGH)[:, None]
+    if WORDS and C.bits != 6:
+        to = column.to(tl.int64) * words + word_row
+        inside = (word_row < words) & (column < cols)
+        if C.bits == 8:
+            store_tile(tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + to, word, inside, EVEN)
+        else:
+            store_tile(tdata_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + to, word.to(tl.int16), inside, EVEN)
+    else:
+        BYTES: tl.constexpr = C.bits // 2
+        to = tdata_ptr + column.to(tl.int64) * tdata_stride + word_row * BYTES
+        for i in tl.static_range(BYTES):
+            # A byte exists if the first row with a bit in it exists; 6-bit codes come in groups of three bytes.
+            inside = (word_row * 4 + (8 * i // C.bits if C.bits != 6 else 0) < rows) & (column < cols)
+            tl.store(to + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
+
+
 @triton.jit
 def store_column_values(
     x, word, row, col, multiplier, value, finite, out_ptr, rows, cols, stride, C: tl.constexpr, EVEN: tl.constexpr,
@@ -90,6 +175,9 @@ def store_column_values(
     """Store the columnwise values of one group of rows, x (Q, W, J, V) at ``row`` and ``col``."""
     y = rounded(widened(x) * multiplier, word, C)
     store_values(finish_codes(to_codes(y, C), finite, C), value, row, col, out_ptr, rows, cols, stride, C, EVEN)
+
+
+# ---------------------------------------------------------------------------------------------- the rows
 
 
 @triton.jit
@@ -122,13 +210,28 @@ def store_rows(
 
 
 @triton.jit
-def in_row_order(s0, s1, s2, s3):
+def in_row_order(stored):
     """The scales (NB, W, J) of the four groups as (rows of the tile, NB): row w * 4J + 4j + i is from group i."""
-    NB: tl.constexpr = s0.shape[0]
-    W: tl.constexpr = s0.shape[1]
-    J: tl.constexpr = s0.shape[2]
-    four = tl.join(tl.join(s0, s1), tl.join(s2, s3))  # (NB, W, J, i % 2, i // 2)
+    NB: tl.constexpr = stored[0].shape[0]
+    W: tl.constexpr = stored[0].shape[1]
+    J: tl.constexpr = stored[0].shape[2]
+    four = tl.join(tl.join(stored[0], stored[1]), tl.join(stored[2], stored[3]))  # (NB, W, J, i % 2, i // 2)
     return tl.reshape(tl.permute(four, (1, 2, 4, 3, 0)), (W * J * 4, NB))
+
+
+@triton.jit
+def store_row_scales(stored, first_row, right, scale_ptr, rows, scale_cols, EVEN: tl.constexpr):
+    """Store the scales (NB, W, J) of the blocks of rows of a tile, from ``first_row`` on; ``right``: the number of the
+    tile in its rows."""
+    NB: tl.constexpr = stored[0].shape[0]
+    HIGH: tl.constexpr = stored[0].shape[1] * stored[0].shape[2] * 4
+    row = first_row + tl.arange(0, HIGH)[:, None]
+    block = right * NB + tl.arange(0, NB)[None, :]
+    to = scale_offset(row, block, scale_cols, False)
+    store_tile(scale_ptr + to, in_row_order(stored), (row < rows) & (block < scale_cols), EVEN)
+
+
+# ---------------------------------------------------------------------------------------------- both
 
 
 @triton.jit
@@ -150,97 +253,56 @@ def quantize_columns(
     V: tl.constexpr = 4
     BLOCK: tl.constexpr = C.block if C.block > 0 else 32
     SPAN: tl.constexpr = min(BLOCK, 32)
-    J: tl.constexpr = SPAN // 4
     G: tl.constexpr = BLOCK // SPAN
     NB: tl.constexpr = BK // BLOCK
-    Q: tl.constexpr = BK // V
     tiles = tl.cdiv(cols, BK)
     pid = tl.program_id(0)
     if C.reverse:
         pid = tl.num_programs(0) - 1 - pid
-    tile_row, first_col = (pid // tiles) * (W * SPAN), (pid % tiles) * BK
-    j = tl.arange(0, J)[None, None, :, None]
+    down = pid // tiles
+    tile_row = down * (W * SPAN)
+    right = pid % tiles
+    first_col = right * BK
+    j = tl.arange(0, SPAN // 4)[None, None, :, None]
     w = tl.arange(0, W)[None, :, None, None]
-    col = first_col + tl.arange(0, Q)[:, None, None, None] * V + tl.arange(0, V)[None, None, None, :]
+    col = first_col + tl.arange(0, BK // V)[:, None, None, None] * V + tl.arange(0, V)[None, None, None, :]
     row = tile_row + w * SPAN + j * 4
-    x0 = load_group(x_ptr, row, col, rows, cols, stride, EVEN)
-    x1 = load_group(x_ptr, row + 1, col, rows, cols, stride, EVEN)
-    x2 = load_group(x_ptr, row + 2, col, rows, cols, stride, EVEN)
-    x3 = load_group(x_ptr, row + 3, col, rows, cols, stride, EVEN)
+    x = load_groups(x_ptr, row, col, rows, cols, stride, EVEN)
     encode = encode_scale(amax_ptr, global_ptr, pid, C)
 
     column = first_col + tl.arange(0, BK)[None, :]
-    if C.block == -1:  # one scale a column: ``amax_ptr`` has the amax bits of every column
-        whole_col = tl.reshape(col, (Q, 1, V))
-        amax = tl.load(amax_ptr + whole_col, mask=whole_col < cols, other=0) & 0x7FFFFFFF
-        stored, multiplier, value, finite = block_scales(amax, encode, C)
-        if COLUMNS == "codes" and pid // tiles == 0:
-            tl.store(tscale_ptr + whole_col, stored, mask=whole_col < cols)
+    if C.block == -1:
+        multiplier, value, finite = scales_of_whole_columns(col, cols, down, tscale_ptr, amax_ptr, encode, C, COLUMNS)
     else:
-        upper = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
-        lower = tl.maximum(magnitude_bits(x2), magnitude_bits(x3))
-        amax = amax_bits(tl.max(tl.maximum(upper, lower), axis=2), x0)
-        if G > 1:
-            amax = tl.max(tl.reshape(amax, (Q, W // G, G, V)), axis=2)
-        stored, multiplier, value, finite = block_scales(amax, encode, C)
-        if COLUMNS == "codes":
-            block = (pid // tiles) * (W // G) + tl.arange(0, W // G)[:, None]
-            to = scale_offset(column, block, tscale_cols, False)
-            inside = (column < cols) & (block < tscale_cols)
-            store_tile(tscale_ptr + to, tl.reshape(tl.permute(stored, (1, 0, 2)), (W // G, BK)), inside, EVEN)
-    if G > 1:
-        multiplier, finite = over_spans(multiplier, G), over_spans(finite.to(tl.int32), G) != 0
-        value = over_spans(value, G)
+        multiplier, value, finite = scales_of_blocks(
+            x, column, cols, down, tscale_ptr, tscale_cols, encode, C, G, COLUMNS, EVEN
+        )
     multiplier, finite, value = multiplier[:, :, None, :], finite[:, :, None, :], value[:, :, None, :]
     STREAM: tl.constexpr = 0 if ROWS == "" else 1
     # The four rows are four neighbours in a row of the transposed operand.
     four = col.to(tl.int64) * tl.cdiv(rows, 4) + row // 4
-    r0, r1, r2, r3 = random_words(four + nothing(x0), seed_ptr, STREAM, C)
+    random = random_words(four + nothing(x[0]), seed_ptr, STREAM, C)
     if COLUMNS == "values":
         for i in tl.static_range(4):
-            x = x0 if i == 0 else x1 if i == 1 else x2 if i == 2 else x3
-            r = r0 if i == 0 else r1 if i == 1 else r2 if i == 2 else r3
             store_column_values(
-                x, r, row + i, col, multiplier, value, finite, tdata_ptr, rows, cols, tdata_stride, C, EVEN
+                x[i], random[i], row + i, col, multiplier, value, finite, tdata_ptr, rows, cols, tdata_stride, C, EVEN
             )
     else:
-        word = word_of(
-            rounded(widened(x0) * multiplier, r0, C),
-            rounded(widened(x1) * multiplier, r1, C),
-            rounded(widened(x2) * multiplier, r2, C),
-            rounded(widened(x3) * multiplier, r3, C),
-            finite,
-            C,
-        )
-        # In this shape a row of transposed codes is one run of W * J words, stored as whole cache lines.
-        word = as_matrix(word)
-        word_row = (pid // tiles) * (W * J) + tl.arange(0, W * J)[:, None]
-        if WORDS and C.bits != 6:
-            to = column.to(tl.int64) * words + word_row
-            inside = (word_row < words) & (column < cols)
-            if C.bits == 8:
-                store_tile(tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + to, word, inside, EVEN)
-            else:
-                store_tile(tdata_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + to, word.to(tl.int16), inside, EVEN)
-        else:
-            BYTES: tl.constexpr = C.bits // 2
-            to = tdata_ptr + column.to(tl.int64) * tdata_stride + word_row * BYTES
-            for i in tl.static_range(BYTES):
-                # A byte exists if the first row with a bit in it exists; 6-bit codes come in groups of three bytes.
-                inside = (word_row * 4 + (8 * i // C.bits if C.bits != 6 else 0) < rows) & (column < cols)
-                tl.store(to + i, ((word >> (8 * i)) & 0xFF).to(tl.uint8), mask=inside)
+        y0 = rounded(widened(x[0]) * multiplier, random[0], C)
+        y1 = rounded(widened(x[1]) * multiplier, random[1], C)
+        y2 = rounded(widened(x[2]) * multiplier, random[2], C)
+        y3 = rounded(widened(x[3]) * multiplier, random[3], C)
+        # As a matrix, a row of transposed codes is one run of W * J words, stored as whole cache lines.
+        word = as_matrix(word_of((y0, y1, y2, y3), finite, C))
+        store_transposed(word, column, down, tdata_ptr, rows, cols, tdata_stride, words, C, EVEN, WORDS)
     if ROWS != "":
         VALUES: tl.constexpr = ROWS == "values"
-        place = pid % tiles
-        s0 = store_rows(x0, row, col, place, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
+        s0 = store_rows(x[0], row, col, right, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
         row += 1
-        s1 = store_rows(x1, row, col, place, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
+        s1 = store_rows(x[1], row, col, right, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
         row += 1
-        s2 = store_rows(x2, row, col, place, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
+        s2 = store_rows(x[2], row, col, right, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
         row += 1
-        s3 = store_rows(x3, row, col, place, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
+        s3 = store_rows(x[3], row, col, right, data_ptr, encode, seed_ptr, rows, cols, data_stride, C, NB, VALUES, EVEN)
         if ROWS == "codes":
-            tile = tile_row + tl.arange(0, W * SPAN)[:, None]
-            block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
-            to = scale_offset(tile, block, scale_cols, False)
-            store_tile(scale_ptr + to, in_row_order(s0, s1, s2, s3), (tile < rows) & (block < scale_cols), EVEN)
+            store_row_scales((s0, s1, s2, s3), tile_row, right, scale_ptr, rows, scale_cols, EVEN)

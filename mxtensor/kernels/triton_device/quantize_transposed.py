@@ -34,7 +34,7 @@ def codes_of(y, C: tl.constexpr):
 def codes_in_word(y0, y1, y2, y3, C: tl.constexpr):
     """The codes of four rows in one int32, the first in the low byte."""
     if C.float8 != "":
-        return word_of(y0, y1, y2, y3, y0 == y0, C)
+        return word_of((y0, y1, y2, y3), y0 == y0, C)
     else:
         low = codes_of(y0, C).to(tl.int32) | (codes_of(y1, C).to(tl.int32) << 8)
         return low | (codes_of(y2, C).to(tl.int32) << 16) | (codes_of(y3, C).to(tl.int32) << 24)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .elements import float_of
-from .quantize import block_scales
+from .quantize import block_scales, load_tile
 from .row_scaled import choose_row_scale, exponent_of
 from .row_scaled_rescale import UNCHANGED_EXPONENT
 from .row_scaled_tile_map import locate_tile
@@ -54,14 +54,13 @@ def exponents_of_both(
     tiles = tl.cdiv(words, BK)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     down, right = program // tiles, program % tiles
-    matrix, _before, first_row, rows_left, _col, _cols = locate_tile(down, tile_map_ptr, rows, HIGH, PAD)
-    if rows_left <= 0:
+    tile = locate_tile(down, tile_map_ptr, rows, HIGH, PAD)
+    if tile.rows_left <= 0:
         return
     row, col = tl.arange(0, HIGH)[:, None], right * BK + tl.arange(0, BK)[None, :]
-    tile_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first_row.to(tl.int64) * stride
+    tile_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tile.first_row.to(tl.int64) * stride
     tile_ptr += row * stride + col
-    word = tl.load(tile_ptr) if EVEN else tl.load(tile_ptr, mask=in_tile(row, rows_left, col, words, WIDE), other=0)
-    word = word & MAGNITUDES
+    word = load_tile(tile_ptr, in_tile(row, tile.rows_left, col, words, WIDE), EVEN) & MAGNITUDES
     NB: tl.constexpr = 2 * BK // C.block
     HB: tl.constexpr = HIGH // C.block
     pair = largest(tl.reshape(word, (HB, C.block, BK)), 1, C)
@@ -79,11 +78,11 @@ def exponents_of_both(
             block_amax = tl.reshape(tl.broadcast_to(block[:, None, :], (HB, C.block, NB)), (HIGH, NB))
         at = tl.arange(0, HIGH)
         row_word = tl.max(exponent_words(block_amax, row_amax, C, R), axis=1)
-        tl.atomic_max(row_ptr + first_row + at, row_word, mask=at < rows_left, sem="relaxed")
+        tl.atomic_max(row_ptr + tile.first_row + at, row_word, mask=at < tile.rows_left, sem="relaxed")
     low_word, high_word = exponent_words(low_block, low, C, R), exponent_words(high_block, high, C, R)
     at = 2 * (right * BK + tl.arange(0, BK))
-    inside = (right * BK + tl.arange(0, BK) < words) & (matrix < count)
-    to = column_ptr + matrix * (2 * words) + at
+    inside = (right * BK + tl.arange(0, BK) < words) & (tile.matrix < count)
+    to = column_ptr + tile.matrix * (2 * words) + at
     tl.atomic_max(to, tl.max(low_word, axis=0), mask=inside, sem="relaxed")
     tl.atomic_max(to + 1, tl.max(high_word, axis=0), mask=inside, sem="relaxed")
 

@@ -52,13 +52,12 @@ def rows_and_column_exponents(
     of ``count`` matrices. EVEN: all tiles are whole; WIDE: a row has BK words."""
     NB: tl.constexpr = 2 * BK // C.block
     BLOCKS: tl.constexpr = HIGH // C.block
-    tile = tl.program_id(0) // BLOCKS
-    matrix, _before, first_row, rows_left, _col, _cols = locate_tile(tile, tile_map_ptr, rows, HIGH, PAD)
+    tile = locate_tile(tl.program_id(0) // BLOCKS, tile_map_ptr, rows, HIGH, PAD)
     rows_before = tl.program_id(0) % BLOCKS * C.block
-    rows_left = tl.minimum(rows_left - rows_before, C.block)
+    rows_left = tl.minimum(tile.rows_left - rows_before, C.block)
     if rows_left <= 0:
         return
-    first_row += rows_before
+    first_row = tile.first_row + rows_before
     col, block, line = tl.arange(0, BK)[None, :], tl.arange(0, NB)[None, :], tl.arange(0, BM)
     at = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first_row.to(tl.int64) * stride + col
     to = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + first_row.to(tl.int64) * words + col
@@ -88,7 +87,7 @@ def rows_and_column_exponents(
     pair = largest(column_amax, 0, C)
     low, high = pair << 16, pair & 0x7FFF0000
     pairs = tl.arange(0, BK)
-    inside = (pairs < words) & (matrix < count)
-    to_column = column_ptr + matrix * (2 * words) + 2 * pairs
+    inside = (pairs < words) & (tile.matrix < count)
+    to_column = column_ptr + tile.matrix * (2 * words) + 2 * pairs
     tl.atomic_max(to_column, exponent_words(low, low, C, R), mask=inside, sem="relaxed")
     tl.atomic_max(to_column + 1, exponent_words(high, high, C, R), mask=inside, sem="relaxed")

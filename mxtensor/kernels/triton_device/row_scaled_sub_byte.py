@@ -55,8 +55,9 @@ def rounded_word(word, low, high, low_power, high_power, low_random, high_random
 
 
 @triton.jit
-def e4m3_columns(w0, w1, w2, w3, R: tl.constexpr):
+def e4m3_columns(words, R: tl.constexpr):
     """E4M3 codes of four rows of words: one int32 of their low columns, one of their high columns."""
+    w0, w1, w2, w3 = words
     if R.float8:
         return tl.inline_asm_elementwise(
             E4M3_OF_COLUMNS, "=r,=r,r,r,r,r", [w0, w1, w2, w3], (tl.int32, tl.int32), is_pure=True, pack=1
@@ -98,14 +99,15 @@ def rescaled_row_codes(word, multiplier, power, four, seed_ptr, C: tl.constexpr,
 
 @triton.jit
 def rescaled_column_codes(
-    w0, w1, w2, w3, low, high, low_power, high_power, four, next_four, seed_ptr, C: tl.constexpr, R: tl.constexpr
+    words, low, high, low_power, high_power, four, next_four, seed_ptr, C: tl.constexpr, R: tl.constexpr
 ):
     """Codes of four rows of words: one int32 of their low columns, one of their high columns; four, next_four: the
     numbers of these in the operand of the transpose."""
+    w0, w1, w2, w3 = words
     l0, l1, l2, l3 = random_words(four + nothing_of(w0), seed_ptr, 1, C)
     h0, h1, h2, h3 = random_words(next_four + nothing_of(w0), seed_ptr, 1, C)
     w0 = rounded_word(w0, low, high, low_power, high_power, l0, h0, C)
     w1 = rounded_word(w1, low, high, low_power, high_power, l1, h1, C)
     w2 = rounded_word(w2, low, high, low_power, high_power, l2, h2, C)
     w3 = rounded_word(w3, low, high, low_power, high_power, l3, h3, C)
-    return e4m3_columns(w0, w1, w2, w3, R)
+    return e4m3_columns((w0, w1, w2, w3), R)

@@ -4,8 +4,27 @@ Groups are padded with zeros to whole blocks of PAD rows, each to at least one (
 the last group counts as one more: its rows belong to no group, and its padded rows are zeros.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """The rows of a tile, all int32. They are columns of the transpose."""
+
+    matrix: tl.tensor
+    """the matrix of the stack, or the group"""
+    rows_before: tl.tensor
+    """rows of this matrix before the tile"""
+    first_row: tl.tensor
+    """of all rows"""
+    rows_left: tl.tensor
+    """rows of this matrix from there on; not positive if the tile has none"""
+    to_col: tl.tensor
+    """the column of the transpose (of groups: of the padded matrix) that is the first row"""
+    cols_left: tl.tensor
+    """columns of the transpose (of groups: of the padded group) from there on"""
 
 
 @triton.jit
@@ -69,18 +88,20 @@ def map_tiles_of_groups(
 
 @triton.jit
 def locate_tile(tile, tile_map_ptr, rows, HIGH: tl.constexpr, PAD: tl.constexpr):
-    """(matrix, rows of it before the tile, first row, rows from there, first column of the transpose, columns from
-    there) of a tile of HIGH rows.
+    """The Tile of HIGH rows with this number.
 
-    PAD = 0: a stack of matrices of ``rows`` rows; the column is one of their transposes. Otherwise a matrix stands for
-    a group, and the column is one of the transpose of the padded matrix: ``tile_map_ptr`` as of
+    PAD = 0: in a stack of matrices of ``rows`` rows. Otherwise a matrix stands for a group: ``tile_map_ptr`` as of
     ``map_tiles_of_groups``.
     """
     if PAD == 0:
         tiles = tl.cdiv(rows, HIGH)
         matrix = tile // tiles
         rows_before = (tile - matrix * tiles) * HIGH
-        return matrix, rows_before, matrix * rows + rows_before, rows - rows_before, rows_before, rows - rows_before
+        return Tile(
+            matrix, rows_before, matrix * rows + rows_before, rows - rows_before, rows_before, rows - rows_before
+        )
     else:
         at = tile_map_ptr + tile * 8
-        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+        return Tile(
+            tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+        )  # fmt: skip

@@ -126,8 +126,9 @@ def largest(word, axis: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def column_codes(w0, w1, w2, w3, low, high, C: tl.constexpr):
+def column_codes(words, low, high, C: tl.constexpr):
     """Scaled float8 codes of four rows of words: one int32 of their low columns, one of their high columns."""
+    w0, w1, w2, w3 = words
     if C.float8 == "e4m3":
         return tl.inline_asm_elementwise(
             E4M3_COLUMNS, "=r,=r,r,r,r,r,r,r", [w0, w1, w2, w3, low, high], (tl.int32, tl.int32), is_pure=True, pack=1
