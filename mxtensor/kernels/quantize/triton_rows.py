@@ -7,6 +7,7 @@ which call them.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +38,25 @@ from .triton_common import (
     seed_of,
     slow_in_one_pass,
 )
-from .triton_constants import format_code
+from .triton_constants import CastCode, format_code
 
 # ---------------------------------------------------------------------------------------------- quantize
+
+
+class _Cast(NamedTuple):
+    """One cast of a matrix: what each of the kernels below takes."""
+
+    x: Tensor
+    out: Tensor
+    scale: Tensor | None
+    """None: ``out`` gets fake-quantized values, in its dtype, instead of codes"""
+    code: CastCode
+    seed: Tensor | None
+    amax: Tensor | None
+    """of the tensor, if a scale depends on it"""
+    global_scale: Tensor | None
+    """written, if the format has one"""
+    swizzled: bool
 
 
 def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swizzled: bool) -> Tensor | None:
@@ -47,61 +64,90 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swiz
 
     If ``scale`` is None, the fake-quantized values are written to ``out``, in its dtype, instead of codes.
     """
-    values = scale is None
-    format, (rows, cols) = cast.format, x.shape
-    code, seed = code_of(cast, x.device), seed_of(cast, x.device)
+    format, code, seed = cast.format, code_of(cast, x.device), seed_of(cast, x.device)
     amax = amax_of(x) if needs_amax(format) else None
     global_scale = x.new_empty((), dtype=torch.float32) if format.global_scale else None
-    stride, data_stride = x.stride(0), out.shape[-1]
+    one = _Cast(x, out, scale, code, seed, amax, global_scale, swizzled)
+    pairs = seed is None and in_pairs(x)
     if code.block == -1:
-        span, warps = tiles.FULL_ROWS
-        width = min(span * 4, max(128, 1 << (cols - 1).bit_length()))
-        whole = width >= cols
-        width, warps = (width, min(warps, max(1, width // 512))) if whole else (span, warps)
-        launch(
-            device_code("quantize.quantize_full_rows"),
-            rows,
-            (x, out, scale, seed, rows, cols, stride, data_stride),
-            (code, 1, width, cols % width == 0, whole, values),
-            warps,
-        )
+        _encode_full_rows(one)
     elif format.rows_are_blocked and code.block:
-        wide = max(1, 128 // code.block)
-        launch(
-            device_code("quantize.quantize_tiles"),
-            ceil_div(rows, code.block) * ceil_div(cols, wide * code.block),
-            (x, out, scale, amax, global_scale, seed, rows, cols, stride, data_stride, ceil_div(cols, code.block)),
-            (code, wide, rows % code.block == 0 and cols % (wide * code.block) == 0, values),
-            4 if code.block < 128 else 8,
-        )
-    elif values and seed is None and in_pairs(x) and rounds_in_words(code, out):
+        _encode_squares(one)
+    elif scale is None and pairs and rounds_in_words(code, out):
         round_tiles(x, code, out, None)
-    elif code.bits == 4 and not values and seed is None and in_pairs(x):
-        high, wide, warps = tiles.PAIRS
-        words = cols // 2
-        launch(
-            device_code("quantize_fp4.quantize_rows_fp4"),
-            ceil_div(rows, high) * ceil_div(words, wide),
-            (x, out, scale, amax, global_scale, rows, words, stride // 2, data_stride, ceil_div(cols, code.block)),
-            (code, high, wide, rows % high == 0 and words % wide == 0, swizzled),
-            warps,
-        )
+    elif scale is not None and pairs and code.bits == 4:
+        _encode_pairs(one)
     else:
-        high, wide, warps = tiles.ROWS[x.element_size()]
-        launch(
-            device_code("quantize.quantize_rows"),
-            ceil_div(rows, high) * ceil_div(cols, wide),
-            (
-                x, out, scale, amax, global_scale, seed, rows, cols, stride, data_stride,
-                ceil_div(cols, max(code.block, 1)),
-            ),
-            (code, high, wide, rows % high == 0 and cols % wide == 0, swizzled, values),
-            warps,
-        )  # fmt: skip
+        _encode_rows(one)
     return global_scale
 
 
-def _matrices(x: Tensor, format: Format) -> bool:
+def _encode_full_rows(c: _Cast) -> None:
+    """One scale for each row."""
+    rows, cols = c.x.shape
+    span, warps = tiles.FULL_ROWS
+    width = min(span * 4, max(128, 1 << (cols - 1).bit_length()))
+    whole = width >= cols
+    width, warps = (width, min(warps, max(1, width // 512))) if whole else (span, warps)
+    launch(
+        device_code("quantize.quantize_full_rows"),
+        rows,
+        (c.x, c.out, c.scale, c.seed, rows, cols, c.x.stride(0), c.out.shape[-1]),
+        (c.code, 1, width, cols % width == 0, whole, c.scale is None),
+        warps,
+    )
+
+
+def _encode_squares(c: _Cast) -> None:
+    """Square blocks."""
+    (rows, cols), block = c.x.shape, c.code.block
+    blocks = max(1, 128 // block)
+    wide = blocks * block
+    launch(
+        device_code("quantize.quantize_tiles"),
+        ceil_div(rows, block) * ceil_div(cols, wide),
+        (
+            c.x, c.out, c.scale, c.amax, c.global_scale, c.seed, rows, cols, c.x.stride(0), c.out.shape[-1],
+            ceil_div(cols, block),
+        ),
+        (c.code, blocks, rows % block == 0 and cols % wide == 0, c.scale is None),
+        4 if block < 128 else 8,
+    )  # fmt: skip
+
+
+def _encode_pairs(c: _Cast) -> None:
+    """4-bit codes of bfloat16 values, two at a time."""
+    high, wide, warps = tiles.PAIRS
+    rows, words = c.x.shape[0], c.x.shape[1] // 2
+    launch(
+        device_code("quantize_fp4.quantize_rows_fp4"),
+        ceil_div(rows, high) * ceil_div(words, wide),
+        (
+            c.x, c.out, c.scale, c.amax, c.global_scale, rows, words, c.x.stride(0) // 2, c.out.shape[-1],
+            ceil_div(c.x.shape[1], c.code.block),
+        ),
+        (c.code, high, wide, rows % high == 0 and words % wide == 0, c.swizzled),
+        warps,
+    )  # fmt: skip
+
+
+def _encode_rows(c: _Cast) -> None:
+    """Blocks along rows, or one scale for the tensor."""
+    high, wide, warps = tiles.ROWS[c.x.element_size()]
+    rows, cols = c.x.shape
+    launch(
+        device_code("quantize.quantize_rows"),
+        ceil_div(rows, high) * ceil_div(cols, wide),
+        (
+            c.x, c.out, c.scale, c.amax, c.global_scale, c.seed, rows, cols, c.x.stride(0), c.out.shape[-1],
+            ceil_div(cols, max(c.code.block, 1)),
+        ),
+        (c.code, high, wide, rows % high == 0 and cols % wide == 0, c.swizzled, c.scale is None),
+        warps,
+    )  # fmt: skip
+
+
+def _one_by_one(x: Tensor, format: Format) -> bool:
     """Whether the matrices of a stack must be cast one by one: a square block would cross from one into the next."""
     square = format.rows_are_blocked and format.block[0] != FULL
     return x.dim() > 2 and square and x.shape[-2] % format.block[0] != 0
@@ -114,7 +160,7 @@ def quantize(x: Tensor, cast: Cast) -> Operand:
     with on(x.device):
         if is_transposed_matrix(x, format):
             global_scale = encode_columns(x.t(), cast, None, components)
-        elif _matrices(x, format):
+        elif _one_by_one(x, format):
             global_scale = None
             for matrix, data, scale in zip(*(t.flatten(0, -3) for t in (x, *components)), strict=True):
                 encode_matrix(rows_of(matrix), cast, data, scale, False)
@@ -159,7 +205,7 @@ def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Te
             return transposed.t(), encode_columns(x.t(), cast, None, (transposed, None))
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     with on(x.device):
-        if _matrices(x, cast.format):
+        if _one_by_one(x, cast.format):
             for matrix, target in zip(x.flatten(0, -3), out.flatten(0, -3), strict=True):
                 encode_matrix(rows_of(matrix), cast, target, None, False)
             return out, None
@@ -191,7 +237,7 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
         )
 
     with on(out.device):
-        if _matrices(out, format):
+        if _one_by_one(out, format):
             for part in zip(*(t.flatten(0, -3) for t in (data, scale, out)), strict=True):
                 decode(*map(rows_of, part))
         else:
