@@ -8,23 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import COUNT, POSITIVE, SHARE, Kind, check, checked, described, instance, is_dense_float, optional
+from ..core.arguments import COUNT, POSITIVE, SHARE, Kind, check, checked, instance, optional
 from .arguments import check_heads, one_of, refuse_others
 from .attention_masks import PaddingMask, Window
-from .context_parallel import set_group_of_attention
+from .composite import Composite, check_sequences
 from .dot_product import ATTENTION_TYPES, DotProductAttention
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
 from .norm import normalized_heads
 from .rope import apply_rotary_pos_emb
-from .styles import refuse
-from .tensor_parallel import Init, Parallel, set_group_of_modules
+from .tensor_parallel import Init, Parallel
 
-SEQUENCE = Kind(
-    "a dense floating-point torch.Tensor of 3 dimensions",
-    lambda x: isinstance(x, Tensor) and is_dense_float(x),
-    lambda x: x.dim() == 3,
-)
 ANGLES = Kind(
     "a tensor of angles, or a pair of them",
     lambda given: all(isinstance(t, Tensor) for t in (given if isinstance(given, tuple) else (given,))),
@@ -33,18 +27,7 @@ ANGLES = Kind(
 ATTENTION = instance(nn.MultiheadAttention, "an nn.MultiheadAttention")
 
 
-def check_sequences(owner: str, hidden_states: Any, encoder_output: Any, is_cross: bool, option: str) -> None:
-    """Raise TypeError or ValueError unless both are sequences, and ``encoder_output`` is given if ``is_cross`` and only
-    then. ``option`` names the argument that decides."""
-    check(owner, "hidden_states", hidden_states, SEQUENCE)
-    check(owner, "encoder_output", encoder_output, optional(SEQUENCE))
-    if (encoder_output is None) is is_cross:
-        needs = "needs" if encoder_output is None else "takes no"
-        given = "" if encoder_output is None else f", got {described(encoder_output)}"
-        raise ValueError(f"{owner}: {option} {needs} encoder_output{given}")
-
-
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Composite):
     """Self-attention, or cross-attention to ``encoder_output``: (s, b, hidden_size), for ``bshd`` (b, s, hidden_size).
 
     The projections have TransformerEngine's names: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), for ``cross``
@@ -124,22 +107,14 @@ class MultiheadAttention(nn.Module):
         self.rotary_pos_interleaved = rotary_pos_interleaved
 
         common: dict[str, Any] = {
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
+            "bias": bias, "params_dtype": params_dtype, "device": device, "tp_group": tp_group, "tp_size": tp_size,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "sequence_parallel": sequence_parallel,
             "get_rng_state_tracker": get_rng_state_tracker,
-        }
+        }  # fmt: skip
         norm: dict[str, Any] = {
-            "eps": layernorm_epsilon,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
+            "eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma,
             "return_layernorm_output": self.return_layernorm_output,
-        }
-
+        }  # fmt: skip
         n, g, d = num_attention_heads, groups, self.kv_channels
         rows = {"query": n * d, "key": g * d, "value": g * d}
         self.projections = SELF[input_layernorm] if attention_type == "self" else CROSS[input_layernorm]
@@ -154,14 +129,9 @@ class MultiheadAttention(nn.Module):
             get_rng_state_tracker=get_rng_state_tracker if split.mode else None,
         )  # fmt: skip
         self.proj = Linear(
-            n * d,
-            hidden_size,
-            init_method=output_layer_init_method,
-            return_bias=return_bias,
-            parallel_mode="row" if split.mode else None,
-            name=f"{title}.proj",
-            **common,
-        )
+            n * d, hidden_size, init_method=output_layer_init_method, return_bias=return_bias,
+            parallel_mode="row" if split.mode else None, name=f"{title}.proj", **common,
+        )  # fmt: skip
         self.proj.part_of = title
         self.register_load_state_dict_pre_hook(_from_torch_names)
 
@@ -184,20 +154,6 @@ class MultiheadAttention(nn.Module):
             )
             module.part_of = title
             self.add_module(attribute, module)
-
-    def split_by_style(self, style: Any, mode: str, mesh: Any) -> Any:
-        """Called by the styles of ``mx.parallel``: raises NotImplementedError."""
-        refuse(style, self, type(self).__name__, "it has several weights, and a style is for one")
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The process group of modules that were made with ``tp_size`` and without ``tp_group``."""
-        set_group_of_modules(self, tp_group)
-
-    def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
-    ) -> None:
-        """The process group over which sequences are split, as for DotProductAttention; None for none."""
-        set_group_of_attention(self, cp_group, cp_comm_type)
 
     def _is_fused(self, projection: str) -> bool:
         """Whether a projection has one weight parameter; TransformerEngine's ``query_layer`` always does."""

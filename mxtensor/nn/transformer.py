@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from ..core.arguments import COUNT, POSITIVE, SHARE, TEXT, check, checked, instance, optional
 from .arguments import one_of, refuse_others
-from .attention import MultiheadAttention, check_sequences
+from .attention import MultiheadAttention
 from .attention_masks import PaddingMask, Window
-from .context_parallel import set_group_of_attention
+from .composite import Composite, check_sequences
 from .dot_product import MASK, WINDOW
 from .layernorm_mlp import LayerNormMLP
 from .norm import Norm
-from .styles import refuse
-from .tensor_parallel import Init, Parallel, set_group_of_modules
+from .tensor_parallel import Init, Parallel
 
 LAYER_TYPES = ("encoder", "decoder")
 OF_TP_COMM_OVERLAP = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
@@ -29,7 +28,7 @@ LAYER = instance(
 )
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Composite):
     """(s, b, hidden_size) -> the same, for ``bshd`` (b, s, hidden_size); a norm precedes each block.
 
     The blocks have TransformerEngine's names: ``self_attention``, for ``decoder`` ``inter_attention``, then
@@ -116,45 +115,26 @@ class TransformerLayer(nn.Module):
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
         common: dict[str, Any] = {
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "params_dtype": params_dtype,
-            "zero_centered_gamma": zero_centered_gamma,
-            "bias": bias,
-            "normalization": normalization,
-            "device": device,
-            "return_layernorm_output": post_norm,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
-            "get_rng_state_tracker": get_rng_state_tracker,
+            "init_method": init_method, "output_layer_init_method": output_layer_init_method, "bias": bias,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype, "device": device,
+            "zero_centered_gamma": zero_centered_gamma, "normalization": normalization,
+            "return_layernorm_output": post_norm, "tp_group": tp_group, "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel, "get_rng_state_tracker": get_rng_state_tracker,
             "set_parallel_mode": set_parallel_mode,
-        }
+        }  # fmt: skip
+        of_attention: dict[str, Any] = {
+            "layer_number": layer_number, "num_gqa_groups": num_gqa_groups, "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved, "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qkv_format": attn_input_format, "qk_norm_type": qk_norm_type, "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope, **common,
+        }  # fmt: skip
 
         def attention(kind: str, attribute: str, mask_type: str, window: Window | None, normed: bool) -> nn.Module:
             return MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                kv_channels,
-                attention_dropout,
-                layernorm_epsilon,
-                layer_number=layer_number,
-                attn_mask_type=mask_type,
-                window_size=window,
-                num_gqa_groups=num_gqa_groups,
-                input_layernorm=normed,
-                attention_type=kind,
-                fuse_qkv_params=fuse_qkv_params,
-                qkv_weight_interleaved=qkv_weight_interleaved,
-                rotary_pos_interleaved=rotary_pos_interleaved,
-                qkv_format=attn_input_format,
-                qk_norm_type=qk_norm_type,
-                qk_norm_eps=qk_norm_eps,
-                qk_norm_before_rope=qk_norm_before_rope,
-                name=f"{title}.{attribute}",
-                **common,
-            )
+                hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon,
+                attn_mask_type=mask_type, window_size=window, input_layernorm=normed, attention_type=kind,
+                name=f"{title}.{attribute}", **of_attention,
+            )  # fmt: skip
 
         self.self_attention = attention(
             "self", "self_attention", self_attn_mask_type, window_size, not output_layernorm
@@ -164,14 +144,9 @@ class TransformerLayer(nn.Module):
                 "cross", "inter_attention", enc_dec_attn_mask_type, enc_dec_window_size, True
             )
         self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            eps=layernorm_epsilon,
-            activation=activation,
-            activation_params=activation_params,
-            name=f"{title}.layernorm_mlp",
-            **common,
-        )
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
+            activation_params=activation_params, name=f"{title}.layernorm_mlp", **common,
+        )  # fmt: skip
         if output_layernorm:
             self.layernorm = Norm(
                 hidden_size, layernorm_epsilon, normalization, zero_centered_gamma, device, params_dtype
@@ -228,20 +203,6 @@ class TransformerLayer(nn.Module):
         y = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
         x = self._residual(y, x, self.drop_path_rate, self.residual_after_norm)
         return self.layernorm(x) if self.output_layernorm else x
-
-    def split_by_style(self, style: Any, mode: str, mesh: Any) -> Any:
-        """Called by the styles of ``mx.parallel``: raises NotImplementedError."""
-        refuse(style, self, type(self).__name__, "it has several weights, and a style is for one")
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The process group of a layer that was made with ``tp_size`` and without ``tp_group``."""
-        set_group_of_modules(self, tp_group)
-
-    def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
-    ) -> None:
-        """The process group over which sequences are split, as for DotProductAttention; None for none."""
-        set_group_of_attention(self, cp_group, cp_comm_type)
 
     def _residual(self, block: Any, x: Tensor, drop_path_rate: float, after_norm: bool) -> Tensor:
         """The output of a block added to its input, or to the result of its norm that it returned too."""
