@@ -15,13 +15,12 @@ from torch import Tensor
 
 from ...core import recording
 from ...core.kernel import Kernel, Spec
-from ...core.names import dtype_name
 from ...numerics.formats import FULL
 from ..quantize.cpu import BLOCKS, KINDS, SCALES, SOURCE, c_format, in_spans
 from ..quantize.cpu import FLAGS as CAST_FLAGS
 from ..quantize.cpu import HEADERS as CAST_HEADERS
 from ..runtime.native_build import load
-from .spec import AttentionArgs, Tokens, additive, group_of
+from .spec import AttentionArgs, Tokens, additive, refuses_few_rows, refuses_head_size
 
 HERE = SOURCE.parent
 HEADERS = (*(HERE / f"attention{part}.h" for part in ("", "_call", "_lanes", "_products")), *CAST_HEADERS)
@@ -65,21 +64,15 @@ def library() -> ctypes.CDLL | str:
 
 
 def refuses(spec: Spec, q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> str | None:
-    if spec.traced:
-        return "being traced: torch's attention of decoded values fuses better"
-    if q.dtype not in KINDS:
-        return f"computes with float32, bfloat16 and float16, not {dtype_name(q.dtype)}"
-    rows = group_of(q, k) * q.shape[2]
-    if rows > MOST_ROWS:
-        return f"is for {MOST_ROWS} rows that read a head of keys, not {rows}"
-    if args.causal:
-        return "takes a mask, not is_causal"
+    reason = refuses_few_rows(spec, q, k, args, MOST_ROWS)
+    if reason is not None:
+        return reason
     for side in (k, v):
-        f, size = side.codes.format, side.shape[-1]
+        f, reason = side.codes.format, refuses_head_size(side.shape[-1], MOST_VALUES)
         if f.block not in BLOCKS or f.block[0] != 1 or f.scale not in SCALES:
             return f"has no decoder for blocks of {f.block[0]}x{f.block[1]} with {f.scale.name} scales"
-        if size % 8 or size > MOST_VALUES:
-            return f"is for heads of a multiple of 8 up to {MOST_VALUES} values, not {size}"
+        if reason is not None:
+            return reason
         if f.element.bits == 4 and f.block[1] % 2 and f.block[1] != FULL:
             return "needs blocks of whole bytes"
     if 0 in (*q.shape, *k.shape, *v.shape):

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ...core.kernel import Spec
+from ...core.names import dtype_name
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
 
@@ -72,6 +74,27 @@ def codes_format(format: Format) -> Format:
 def group_of(q: Tensor, k: Tokens) -> int:
     """How many query heads read one head of keys."""
     return q.shape[1] // k.shape[1]
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of queries that kernels over codes take."""
+
+
+def refuses_few_rows(spec: Spec, q: Tensor, k: Tokens, args: AttentionArgs, most: int) -> str | None:
+    """Why a kernel refuses that decodes each key for up to ``most`` queries; None if it accepts these queries."""
+    if spec.traced:
+        return "being traced: torch's attention of decoded values fuses better"
+    if q.dtype not in DTYPES:
+        return f"computes with float32, bfloat16 and float16, not {dtype_name(q.dtype)}"
+    rows = group_of(q, k) * q.shape[2]
+    if rows > most:
+        return f"is for {most} rows that read a head of keys, not {rows}"
+    return "takes a mask, not is_causal" if args.causal else None
+
+
+def refuses_head_size(size: int, most: int) -> str | None:
+    """Why a kernel refuses that takes heads of up to ``most`` values, in eights; None if it accepts this size."""
+    return f"is for heads of a multiple of 8 up to {most} values, not {size}" if size % 8 or size > most else None
 
 
 def additive(args: AttentionArgs, q: Tensor, k: Tokens, dtype: torch.dtype) -> Tensor | None:

@@ -14,15 +14,13 @@ from torch import Tensor
 
 from ...core.devices import multiprocessors
 from ...core.kernel import Kernel, Spec
-from ...core.names import dtype_name
 from ...numerics.formats import FULL, Format
 from ..quantize.triton_common import ceil_div
 from ..quantize.triton_constants import CastCode, format_code
 from ..runtime import triton_launch
 from ..runtime.triton_launch import device_code, launch
-from .spec import AttentionArgs, Tokens, additive, group_of
+from .spec import AttentionArgs, Tokens, additive, group_of, refuses_few_rows, refuses_head_size
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_ROWS = 64
 """Queries that read one head of keys."""
 MOST_VALUES = {True: 256, False: 128}
@@ -56,25 +54,16 @@ class AttentionCode(NamedTuple):
 
 
 def refuses(spec: Spec, q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> str | None:
-    reason = triton_launch.missing(spec)
+    reason = triton_launch.missing(spec) or refuses_few_rows(spec, q, k, args, MOST_ROWS)
     if reason is not None:
         return reason
-    if spec.traced:
-        return "being traced: torch's attention of decoded values fuses better"
-    if q.dtype not in DTYPES:
-        return f"computes with bfloat16, float16 and float32, not {dtype_name(q.dtype)}"
-    rows = group_of(q, k) * q.shape[2]
-    if rows > MOST_ROWS:
-        return f"is for {MOST_ROWS} rows that read a head of keys, not {rows}"
-    if args.causal:
-        return "takes a mask, not is_causal"
     most = MOST_VALUES[_in_bfloat16(k.codes.format, v.codes.format, q.dtype)]
     for side in (k, v):
-        f, size = side.codes.format, side.shape[-1]
+        f, reason = side.codes.format, refuses_head_size(side.shape[-1], most)
         if f.block[0] != 1:
             return f"has no decoder for blocks of {f.block[0]}x{f.block[1]}"
-        if size % 8 or size > most:
-            return f"is for heads of a multiple of 8 up to {most} values, not {size}"
+        if reason is not None:
+            return reason
     return "no values" if 0 in (*q.shape, *k.shape, *v.shape) else None
 
 

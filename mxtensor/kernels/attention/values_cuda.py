@@ -15,7 +15,8 @@ from ...core.kernel import Spec
 from ..runtime import triton_launch
 from ..runtime.recorded_op import recorded
 from ..runtime.triton_launch import device_code, launch
-from .triton_ranges import DTYPES, MOST_ROWS, MOST_VALUES, join, partial_sums, power, ranges
+from .spec import DTYPES
+from .triton_ranges import MOST_ROWS, MOST_VALUES, join, partial_sums, power, ranges
 
 KEYS = {True: (64, 128), False: (32, 64)}
 """Whether products are in 16 bits -> keys that are read at a time, of up to so many values; half as many of more."""
