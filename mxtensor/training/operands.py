@@ -218,8 +218,8 @@ class SavedOperand(NamedTuple):
         if self.form is Form.ROWS:
             if len(mine) == 1:
                 return RowOperand.inside(mine[0], self.format, self.shape, self.groups)
-            codes, row_scale, beyond, scale = mine
-            return RowOperand(codes, row_scale, beyond, scale, self.format, self.shape, groups=self.groups)
+            codes, row_scale, out_of_range, scale = mine
+            return RowOperand(codes, row_scale, out_of_range, scale, self.format, self.shape, groups=self.groups)
         return Operand.from_tensors(mine, self.format, self.shape)
 
 

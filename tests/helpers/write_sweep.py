@@ -71,18 +71,117 @@ class Tally:
         return f"{len(self.ops)} ops: {counts}"
 
 
-def _pair(shape, layout, view):
-    """An MXTensor and its values, and a view of the shape of both; None if the layout needs more dimensions."""
-    base_shape, of = VIEWS[view]
-    whole = base_shape(tuple(shape))
-    format, orientation = layout
-    if len(whole) < 2 and orientation != "rowwise":
+class _Write:
+    """One call that writes a view of an MXTensor, beside the same call on the values that it stands for."""
+
+    def __init__(self, name, call, shape, layout, view):
+        self.name, self.call, self.shape, self.view = name, call, tuple(shape), view
+        base, format, orientation = VIEWS[view][0](self.shape), *layout
+        self.w = None
+        """None if there is no such view: the layout needs more dimensions, or the view others."""
+        if (len(base) < 2 and orientation != "rowwise") or 0 in base:
+            return
+        try:
+            self.w = mx.quantize(torch.randn(base), format, orientation=orientation)
+            self.target = self.part_of(self.w)
+            self.values = self.w.dequantize()
+            self.dense = self.part_of(self.values)
+        except (RuntimeError, IndexError, ValueError):
+            self.w = None
+            return
+        self.before, self.old = self.values.clone(), []
+
+    def part_of(self, base):
+        """The view of a tensor like the base."""
+        return VIEWS[self.view][1](base, self.shape)
+
+    def dense_works(self):
+        """Call with the values, first: whether that works, and is a write and no change of memory."""
+        shape, pointer = self.dense.shape, self.dense.data_ptr()
+        try:
+            torch.manual_seed(1)
+            self.call(self.dense)
+        except Exception:
+            return False
+        same_memory = self.dense.shape == shape and self.dense.data_ptr() == pointer
+        return same_memory and self.dense.layout is torch.strided
+
+    def run(self):
+        """Call with the MXTensor."""
+        self.old = _copies(self.w)
+        torch.manual_seed(1)
+        self.call(self.target)
+
+    def changes(self):
+        """Whether the values have changed."""
+        return not _equal(self.values, self.before)
+
+    def is_unchanged(self):
+        """Whether the MXTensor is what it was before the call."""
+        return all(_equal(a, b) for a, b in zip(_copies(self.w), self.old, strict=True))
+
+    def difference(self):
+        """What is wrong with the MXTensor after the call; None if it has what was written."""
+        got = _copies(self.w)
+        has = self._has_several_writes if self.name.startswith(SEVERAL) else self._has_write
+        if not (has(got) or self._has_write_in_order(got) or self._is_near(got)):
+            if _equal(got[0], self.old[0]) and self.changes():
+                return "the write vanished"
+            return f"{(got[0] - self._expected()[0]).abs().max()} {got[0]}"
+        if not _equal(self.target.dequantize(), self.part_of(self.w).dequantize()):
+            return "the view does not read what was written"
         return None
-    if 0 in whole:
-        return None
-    w = mx.quantize(torch.randn(whole), format, orientation=orientation)
-    d = w.dequantize()
-    return w, d, of(w, tuple(shape)), of(d, tuple(shape))
+
+    def _expected(self):
+        """The copies of the written values, quantized."""
+        return _copies(mx.quantize(self.values, self.w.format, orientation=self.w.orientation))
+
+    def _has_write(self, got):
+        return self._are_written(got, self._expected()) or (not self.changes() and self.is_unchanged())
+
+    def _has_write_in_order(self, got):
+        """Whether it has the write of a contiguous view: random numbers come in the order of strides."""
+        in_order = self._in_order()
+        if _equal(self.values, in_order):
+            return False
+        self.values = in_order
+        return self._are_written(got, self._expected())
+
+    def _is_near(self, got):
+        """Whether it is near the write of an inexact op."""
+        if not self.name.startswith(INEXACT) or _equal(got[0], self.old[0]):
+            return False
+        columnwise = self.w.orientation == mx.Orientation.COLUMNWISE
+        return are_near(got[0], self._expected()[0], self.w.format, columnwise)
+
+    def _has_several_writes(self, got):
+        """Whether the view has changed if it should, and the rest is near what it was."""
+        outside = torch.ones_like(self.values)
+        self.part_of(outside).zero_()
+        rest = ((got[0] - self.before) * outside).norm()
+        return _equal(got[0], self.old[0]) != self.changes() and bool(rest <= 0.3 * self.before.norm())
+
+    def _are_written(self, got, expected):
+        """Whether every copy has the written values. Outside of the view the second copy may keep its codes, which were
+        rounded once, from the high-precision values."""
+        if not _equal(got[0], expected[0]):
+            return False
+        if len(got) < 2:
+            return True
+        inside = torch.zeros_like(got[0])
+        self.part_of(inside).fill_(1)
+        blockwise = torch.where(inside.bool().mT, expected[1], self.old[1])
+        return _equal(got[1], expected[1]) or _equal(got[1], blockwise)
+
+    def _in_order(self):
+        """The values after the call on a contiguous copy of the view."""
+        values = self.before.clone()
+        part = self.part_of(values)
+        copy = part.contiguous().clone()
+        torch.manual_seed(1)
+        self.call(copy)
+        part.copy_(copy)
+        return values
 
 
 def _copies(w):
@@ -123,54 +222,26 @@ def are_near(got, expected, format, columnwise=False):
     return bool(((got - expected).abs() <= 1.0001 * step + 1e-5 * expected.abs().max()).all())
 
 
-def _are_written(got, expected, old, view, shape):
-    """Whether every copy has the written values. Outside of the view the second copy may keep its codes, which were
-    rounded once, from the high-precision values."""
-    if not _equal(got[0], expected[0]):
-        return False
-    if len(got) < 2:
-        return True
-    inside = torch.zeros_like(got[0])
-    VIEWS[view][1](inside, tuple(shape)).fill_(1)
-    blockwise = torch.where(inside.bool().mT, expected[1], old[1])
-    return _equal(got[1], expected[1]) or _equal(got[1], blockwise)
-
-
 def run_call(tally, name, call, shape, layout, view):
     """``call(target)`` of a view of the shape in the layout; ``call`` writes ``target``."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         torch.manual_seed(2)
-        try:
-            pair = _pair(shape, layout, view)
-        except (RuntimeError, IndexError, ValueError):
-            pair = None
-        if pair is None:
+        write = _Write(name, call, shape, layout, view)
+        if write.w is None or not write.dense_works():
             return
-        w, d, target, dense = pair
-        before, shape_before, pointer = d.clone(), dense.shape, dense.data_ptr()
-        try:
-            torch.manual_seed(1)
-            call(dense)
-        except Exception:
-            return
-        if dense.shape != shape_before or dense.data_ptr() != pointer or dense.layout is not torch.strided:
-            return  # it got other memory, which is not a write
     tally.ops.add(name)
     tally.counts["calls"] += 1
     key = (name, view, " ".join(layout))
-    old = _copies(w)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            torch.manual_seed(1)
-            call(target)
+            write.run()
         except (NotImplementedError, ValueError, TypeError) as refusal:
             said = str(refusal)
-            unchanged = all(_equal(a, b) for a, b in zip(_copies(w), old, strict=True))
-            if len(said.split()) < 9 or "MXTensor" not in said or not unchanged:
-                tally.wrong[key] = f"{type(refusal).__name__}: {said}; unchanged: {unchanged}"
+            if len(said.split()) < 9 or "MXTensor" not in said or not write.is_unchanged():
+                tally.wrong[key] = f"{type(refusal).__name__}: {said}; unchanged: {write.is_unchanged()}"
             else:
                 tally.refused[key] = said
                 tally.counts["refused"] += 1
@@ -178,42 +249,13 @@ def run_call(tally, name, call, shape, layout, view):
         except Exception as error:
             tally.wrong[key] = f"{type(error).__name__}: {error}"
             return
-    if d.isnan().any() and w.format.block[0] < 0:
+    if write.values.isnan().any() and write.w.format.block[0] < 0:
         return
-    got, expected = _copies(w), _copies(mx.quantize(d, w.format, orientation=w.orientation))
-    if name.startswith(SEVERAL):
-        outside = torch.ones_like(d)
-        VIEWS[view][1](outside, tuple(shape)).zero_()
-        same = _equal(got[0], old[0]) == _equal(d, before)
-        same &= bool(((got[0] - before) * outside).norm() <= 0.3 * before.norm())
+    difference = write.difference()
+    if difference is None:
+        tally.counts["written" if write.changes() else "no change"] += 1
     else:
-        same = _are_written(got, expected, old, view, shape)
-        same |= _equal(d, before) and all(_equal(a, b) for a, b in zip(got, old, strict=True))
-    if not same and not _equal(d, _in_order(call, before, view, shape)):  # random numbers come in the order of strides
-        d = _in_order(call, before, view, shape)
-        expected = _copies(mx.quantize(d, w.format, orientation=w.orientation))
-        same = _are_written(got, expected, old, view, shape)
-    if not same and name.startswith(INEXACT) and not _equal(got[0], old[0]):
-        same = are_near(got[0], expected[0], w.format, w.orientation == mx.Orientation.COLUMNWISE)
-    if not same:
-        vanished = _equal(got[0], old[0]) and not _equal(d, before)
-        tally.wrong[key] = "the write vanished" if vanished else f"{(got[0] - expected[0]).abs().max()} {got[0]}"
-        return
-    reads = target.dequantize()
-    if not _equal(reads, VIEWS[view][1](w, tuple(shape)).dequantize()):
-        tally.wrong[key] = "the view does not read what was written"
-    tally.counts["written" if not _equal(d, before) else "no change"] += 1
-
-
-def _in_order(call, before, view, shape):
-    """``before`` after the call on a contiguous copy of its view."""
-    values = before.clone()
-    part = VIEWS[view][1](values, tuple(shape))
-    copy = part.contiguous().clone()
-    torch.manual_seed(1)
-    call(copy)
-    part.copy_(copy)
-    return values
+        tally.wrong[key] = difference
 
 
 # ---------------------------------------------------------------------------------------------- torch's samples

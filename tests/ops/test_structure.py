@@ -19,7 +19,7 @@ from tests.helpers.compare import components_of, same_bytes
 ROWS, COLS = 64, 128
 INDEX = torch.tensor([5, 0, 5, -1])
 MASK = torch.arange(ROWS) % 3 == 0
-SAVED = {  # along rows, which narrow blocks leave free
+QUANTIZED = {  # along rows, which narrow blocks leave free
     "w[3:40]": lambda w: w[3:40],
     "w[::3]": lambda w: w[::3],
     "w[40:3]": lambda w: w[40:3],
@@ -136,7 +136,7 @@ def assert_cut(op, w):
         op(w)
 
 
-def assert_saved(op, w):
+def assert_quantized(op, w):
     with mx.explain() as log, mx.strict():
         got = op(w)
     assert all(isinstance(g, mx.MXTensor) and g.recipe == w.recipe for g in as_list(got))
@@ -145,28 +145,28 @@ def assert_saved(op, w):
     return got
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("format", NARROW)
 def test_rows_of_narrow_blocks_keep_their_codes(format, name):
-    op = SAVED[name]
+    op = QUANTIZED[name]
     w = mx.quantize(torch.randn(ROWS, COLS), format)
-    assert_saved(op, w)
+    assert_quantized(op, w)
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp6_e2m3"])
 def test_rows_are_what_quantizing_the_moved_values_gives(format, name):
     """Codes and scales, not just values: no block saw other company than before."""
     x = torch.randn(ROWS, COLS, dtype=torch.bfloat16)
     w = mx.quantize(x, format)
-    for got, source in zip(as_list(SAVED[name](w)), as_list(SAVED[name](x)), strict=True):
+    for got, source in zip(as_list(QUANTIZED[name](w)), as_list(QUANTIZED[name](x)), strict=True):
         assert same_bytes(got, mx.quantize(source, format))
 
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp6_e2m3", "mxint8", "nvfp4", "float8_1x128"])
 def test_whole_blocks_move(format, name):
-    assert_saved(WHOLE[name], mx.quantize(torch.randn(ROWS, COLS).half(), format))
+    assert_quantized(WHOLE[name], mx.quantize(torch.randn(ROWS, COLS).half(), format))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_whole_blocks_move(format, name):
 )  # fmt: skip
 @pytest.mark.parametrize("format", ["mxfp8[32x32]", "mxfp4[16x16]", "mxfp6_e2m3[32x32]"])
 def test_tiles_move_whole(format, name, op):
-    assert_saved(op, mx.quantize(torch.randn(ROWS, COLS), format))
+    assert_quantized(op, mx.quantize(torch.randn(ROWS, COLS), format))
 
 
 @pytest.mark.parametrize("name", CUTTING)
@@ -197,12 +197,12 @@ def test_what_cuts_a_block_is_dequantized(format, name):
     assert_cut(CUTTING[name], mx.quantize(torch.randn(ROWS, COLS), format))
 
 
-@pytest.mark.parametrize("name", [*SAVED, *WHOLE, *CUTTING])
+@pytest.mark.parametrize("name", [*QUANTIZED, *WHOLE, *CUTTING])
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", *TILED])
 def test_every_op_gives_the_dense_values(format, orientation, name):
     """Quantized or not. Two copies differ by their rounding: each that is left goes its own way."""
-    op = (SAVED | WHOLE | CUTTING)[name]
+    op = (QUANTIZED | WHOLE | CUTTING)[name]
     w = mx.quantize(torch.randn(ROWS, COLS), format, orientation=orientation)
     before = [t.clone() for t in components_of(w)]
     got = as_list(op(w))
@@ -232,7 +232,7 @@ def test_columnwise_blocks_leave_columns_free():
         lambda w: w.repeat(1, 2),
         lambda w: F.pad(w, (1, 2)),
     ):
-        assert_saved(op, w)
+        assert_quantized(op, w)
     for op in (lambda w: w[3], lambda w: w.flip(0), lambda w: F.pad(w, (0, 0, 1, 0))):
         assert_cut(op, w)
 
@@ -241,8 +241,8 @@ def test_views_share_memory_and_copies_do_not():
     w = mx.quantize(torch.randn(ROWS, COLS), "mxfp8")
     memory = {t.untyped_storage().data_ptr() for t in components_of(w)}
     source = torch.ones(ROWS, COLS)
-    for name in SAVED:
-        for dense, got in zip(as_list(SAVED[name](source)), as_list(SAVED[name](w)), strict=True):
+    for name in QUANTIZED:
+        for dense, got in zip(as_list(QUANTIZED[name](source)), as_list(QUANTIZED[name](w)), strict=True):
             shares = bool(memory & {t.untyped_storage().data_ptr() for t in components_of(got)})
             expected = dense.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
             assert not got.numel() or shares == expected, name
