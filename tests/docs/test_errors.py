@@ -248,7 +248,7 @@ NEVER_SEEN = {
     "{value} tokens of the text are less than a window of {value}: pass more, or window={value}",
     "the model has a vocabulary of {value} tokens, the reference one of {value}; compare a model with its own "
     "high-precision version",
-    # a table of configs that another version has written: tests/kernels/small_m/test_small_m.py
+    # a table of configs that another version has written: tests/kernels/small_m/test_heuristics.py
     "a row of a table of launch configs has the columns {value}, not {value}; "
     "measure the table again with python -m mxtensor.report.tune",
 }

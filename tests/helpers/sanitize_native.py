@@ -41,7 +41,12 @@ TESTS = {
     "attention of values": ("tests/kernels/attention/test_values_cpu.py",),
     "CPU graphs": ("tests/compile/test_cpu_graphs.py", "-k", "not without_a_compiler and not gradients"),
     "calls of the driver": ("tests/kernels/runtime/test_host_calls.py", "-k", "not without_the_module"),
-    "CUDA sources": ("tests/kernels/small_m/test_small_m.py", "-k", SOME),
+    "CUDA sources": (
+        "tests/kernels/small_m/test_small_m.py",
+        "tests/kernels/small_m/test_groups.py",
+        "-k",
+        SOME,
+    ),
 }
 SIZES = (
     (1,),

@@ -16,20 +16,21 @@ from mxtensor.numerics.formats import FORMATS
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode
 from tests.helpers import cuda_on_cpu
-from tests.kernels.small_m.test_small_m import (
+from tests.helpers.small_m import (
     DIRECTS,
     KINDS,
     TOLERANCE,
     WGMMAS,
     error,
     guarded,
+    needs_compiler,
     product,
     products,
     values,
     weight,
 )
 
-needs_compiler = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.usefixtures("cuda_sources_on_the_cpu")
 ONE = DIRECTS[0]
 MANY_COLUMNS = ONE._replace(nt=16, wr=8)
 MORE_COLUMNS = ONE._replace(nt=20, stages=8)
@@ -39,11 +40,6 @@ FEW_COLUMNS = ONE._replace(nt=1, stages=16, ahead=8)
 SHAPES_OF_TILES = (MANY_COLUMNS, MORE_COLUMNS, ODD_COLUMNS, FEW_COLUMNS, ONE._replace(wk=4, nt=8))
 IN_BLOCKS = [name for name in KINDS if FORMATS[name].block[1] != 128]
 MXFP8, CPU = mx.FORMATS["mxfp8"], torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
 
 
 @pytest.fixture
