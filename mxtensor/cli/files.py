@@ -118,10 +118,24 @@ def compared(a: Tensor, b: Tensor, encoded: Encoded | None = None) -> dict[str, 
     }
 
 
+Rows = dict[str, dict[str, Any]]
+"""Name of a tensor -> ``compared``."""
+
+
 def compare(arguments: argparse.Namespace) -> int:
     """``compare``. Tensors are read one pair at a time."""
-    rows: dict[str, dict[str, Any]] = {}
-    paths, values, size = [Path(arguments.a), Path(arguments.b)], 0, 0
+    rows, missing, bits = _compared_checkpoints(arguments.a, arguments.b)
+    ordered = dict(sorted(rows.items(), key=lambda item: _quality(item[1])))
+    changed = [name for name, row in ordered.items() if not row["equal"]]
+    worst = next(iter(changed), None)
+    fields = {"tensors": rows, "only_in_one": missing, "equal": len(rows) - len(changed), "bits": bits, "lowest": worst}
+    return show(arguments, _comparison(ordered, changed, missing, bits, arguments.all), fields)
+
+
+def _compared_checkpoints(of_a: str, of_b: str) -> tuple[Rows, list[str], float]:
+    """The rows of all tensors that both checkpoints have, the names of those that one has, bits per value of B."""
+    rows: Rows = {}
+    paths, values, size = [Path(of_a), Path(of_b)], 0, 0
     with ExitStack() as stack:
         if (gguf_file(paths[0]) is None) != (gguf_file(paths[1]) is None):
             paths = [stack.enter_context(without_gguf(path, keeps_codes=False)) for path in paths]
@@ -130,7 +144,7 @@ def compare(arguments: argparse.Namespace) -> int:
         common, missing = [name for name in mine if name in theirs], sorted(mine.keys() ^ theirs.keys())
         if not common:
             raise ValueError(
-                f"{arguments.a} and {arguments.b} have no tensor of the same name: {next(iter(mine), 'nothing')} and "
+                f"{of_a} and {of_b} have no tensor of the same name: {next(iter(mine), 'nothing')} and "
                 f"{next(iter(theirs), 'nothing')}; compare two checkpoints of one model"
             )
         step = stack.enter_context(progress(len(common), "comparing", "tensor"))
@@ -141,23 +155,23 @@ def compare(arguments: argparse.Namespace) -> int:
             rows[name] = compared(x, y, theirs[name].encoded)
             values, size = values + y.numel(), size + rows[name]["bits"] * y.numel() / 8
             step()
-    ordered = sorted(rows.items(), key=lambda item: _quality(item[1]))
-    changed = [name for name, row in ordered if not row["equal"]]
-    stored = stored_size(arguments.b) if paths[1] != Path(arguments.b) else None  # decoded to bfloat16 for this
-    bits = 8 * size / max(values, 1) if stored is None else stored[0]
+    stored = stored_size(of_b) if paths[1] != Path(of_b) else None  # decoded to bfloat16 for this
+    return rows, missing, 8 * size / max(values, 1) if stored is None else stored[0]
+
+
+def _comparison(rows: Rows, changed: list[str], missing: list[str], bits: float, every: bool) -> str:
+    """The text of ``compare``: ``rows`` and, of these, the ``changed`` ones in the order in which they are shown."""
     text = f"{len(rows) - len(changed)} of {len(rows)} tensors are equal; B has {bits:.4g} bits per value"
-    worst = next(iter(changed), None)
-    if worst is not None:
-        text += f"; lowest SQNR: {_ratio(rows[worst])} dB ({worst})"
+    if changed:
+        text += f"; lowest SQNR: {_ratio(rows[changed[0]])} dB ({changed[0]})"
     lines = [
-        (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}") for name, row in ordered
+        (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}")
+        for name, row in rows.items()
     ]
     missed = [f"only in one of them: {name}" for name in missing]
-    shown = len(rows) + len(missing) if arguments.all else SHOWN
+    shown = len(rows) + len(missing) if every else SHOWN
     table = columns(("tensor", "format of B", "SQNR dB", "max error", "bits"), lines[:shown])
-    text = "\n".join([text, *missed[:shown], *_more(missed[shown:]), "", table, *_more(lines[shown:])])
-    fields = {"tensors": rows, "only_in_one": missing, "equal": len(rows) - len(changed), "bits": bits, "lowest": worst}
-    return show(arguments, text, fields)
+    return "\n".join([text, *missed[:shown], *_more(missed[shown:]), "", table, *_more(lines[shown:])])
 
 
 SHOWN = 10
