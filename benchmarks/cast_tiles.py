@@ -164,6 +164,34 @@ def compile_all(formats: Sequence[str]) -> None:
         list(pool.map(lambda row: nvrtc.compiled(cuda_both.SOURCES, row, capability), jobs))
 
 
+Lines = dict[tuple[str, str], list[str]]
+"""(format, tile) -> its share of the copy bandwidth for each size."""
+
+
+def time_format(name: str, inputs: Sequence[Tensor], copy: float, repeats: int, lines: Lines) -> int:
+    """Add the shares of the format's tiles to ``lines``, and print the best; how many differ from the cast before.
+
+    ``copy``: bytes a millisecond of a copy.
+    """
+    cast, (rows, cols), wrong = Cast.of(name), inputs[0].shape, 0
+    nbytes = moved_bytes(cast.format, "both", rows, cols)
+    nbytes += 2 * rows * cols if cast.format.global_scale else 0
+    expected = old_way(inputs[0], cast)
+    calls: dict[str, Callable[[Tensor], Any]] = {"before": partial(old_way, cast=cast)}
+    calls |= {",".join(map(str, tile)): by(tile, cast) for tile in tiles_of(cast.format)}
+    chosen = ",".join(map(str, tile_for(cast.format, 2, rows, cols)))
+    for label, call in calls.items():
+        note = ""
+        if label != "before" and not all(map(same, call(inputs[0]), expected)):
+            wrong, note = wrong + 1, " DIFFERS"
+        share = nbytes / milliseconds(call, inputs, repeats) / copy
+        line = lines.setdefault((name, label), [])
+        line.append(f"{share:.2f}{'*' if label == chosen else ''}{note}")
+    best = max((lines[name, label][-1], label) for label in calls if label != "before")
+    print(f"{rows}x{cols} {name}: before {lines[name, 'before'][-1]}, best {' by '.join(best)}", flush=True)
+    return wrong
+
+
 def main() -> None:
     """Check bits, then print a line for each format and tile."""
     options = argparse.ArgumentParser(description=__doc__)
@@ -178,30 +206,13 @@ def main() -> None:
     compile_all(args.formats)
     source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    lines: dict[tuple[str, str], list[str]] = {}
+    lines: Lines = {}
     for text in args.sizes:
         rows, cols = map(int, text.split("x"))
         count = max(1, COLD_BYTES // (2 * rows * cols))
         inputs = [torch.randn(rows, cols, device="cuda").bfloat16() for _ in range(count)]
         copy = 2 * COPY_BYTES / milliseconds(lambda _: target.copy_(source), inputs[:1], args.repeats)
-        for name in args.formats:
-            cast = Cast.of(name)
-            nbytes = moved_bytes(cast.format, "both", rows, cols)
-            nbytes += 2 * rows * cols if cast.format.global_scale else 0
-            expected = old_way(inputs[0], cast)
-            calls: dict[str, Callable[[Tensor], Any]] = {"before": partial(old_way, cast=cast)}
-            calls |= {",".join(map(str, tile)): by(tile, cast) for tile in tiles_of(cast.format)}
-            chosen = ",".join(map(str, tile_for(cast.format, 2, rows, cols)))
-            for label, call in calls.items():
-                note = ""
-                if label != "before" and not all(map(same, call(inputs[0]), expected)):
-                    wrong, note = wrong + 1, " DIFFERS"
-                share = nbytes / milliseconds(call, inputs, args.repeats) / copy
-                line = lines.setdefault((name, label), [])
-                line.append(f"{share:.2f}{'*' if label == chosen else ''}{note}")
-            best = max((lines[name, label][-1], label) for label in calls if label != "before")
-            print(f"{text} {name}: before {lines[name, 'before'][-1]}, best {' by '.join(best)}", flush=True)
-            del expected
+        wrong += sum(time_format(name, inputs, copy, args.repeats, lines) for name in args.formats)
         del inputs
         torch.cuda.empty_cache()
     header = ["format", "rows,cols,threads,blocks,stages,strip", *args.sizes]
