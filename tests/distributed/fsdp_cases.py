@@ -541,51 +541,64 @@ def through(model, x, first):
     return x
 
 
+def outputs_and_gradients(reference, batches, first):
+    """What one process computes of the batches of all ranks: each output, and the mean of the gradients."""
+    outputs, sums = [], [torch.zeros_like(p) for p in reference.parameters()]
+    for x in batches:
+        outputs.append(through(reference, x, first))
+        outputs[-1].square().mean().backward()
+        for total, p in zip(sums, reference.parameters(), strict=True):
+            total += p.grad
+            p.grad = None
+    return outputs, [total / len(batches) for total in sums]
+
+
+def backward(model, x, first):
+    """The output of a microbatch on this rank, after its backward pass."""
+    y = through(model, x, first)
+    y.square().mean().backward()
+    for module in model:
+        if hasattr(module, "backward_dw"):
+            module.backward_dw()
+    return y
+
+
+def stepped_alike(rank, options, into_main_grad):
+    """Whether outputs, gradients and parameters of two steps are those of one process, in order."""
+    model, reference = shard(modules(**options)), modules()
+    optimizers = [adamw(m) for m in (model, reference)]
+    same = []
+    torch.manual_seed(1)
+    for step in range(2):
+        expected = [torch.zeros_like(p) for p in reference.parameters()]
+        for p in model.parameters():
+            if into_main_grad and p.dim() == 2:
+                p.main_grad = torch.zeros_like(p)
+        for micro, batches in enumerate(torch.randn(2, 2, ROWS, WIDTH)):
+            first = step == micro == 0  # later microbatches notice that the weights have been stepped
+            y = backward(model, batches[rank], first)
+            outputs, gradients = outputs_and_gradients(reference, batches, first)
+            same.append(same_as(y, outputs[rank]))
+            for total, gradient in zip(expected, gradients, strict=True):
+                total += gradient
+        for total, a, b in zip(expected, model.parameters(), reference.parameters(), strict=True):
+            fused = hasattr(a, "main_grad")
+            same.append(fused == (into_main_grad and a.dim() == 2) and not (fused and a.grad is not None))
+            a.grad, b.grad = a.main_grad if fused else a.grad, total
+            same.append(same_as(whole(a.grad), total))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return [*same, *(same_as(whole(a), b) for a, b in pairs)]
+
+
 @case(exact=True, long=True)
 def modules_of_transformer_engine(rank, folder):
     """mx.nn under autocast, two microbatches a step: gradients in ``grad``, in ``main_grad``, and delayed."""
-    told = {}
-    for name, options in {
-        "grad": {}, "main_grad": {"fuse_wgrad_accumulation": True}, "later": {"delay_wgrad_compute": True},
-        "main_grad later": {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True},
-    }.items():  # fmt: skip
-        model, reference = shard(modules(**options)), modules()
-        optimizers = [adamw(m) for m in (model, reference)]
-        same = []
-        torch.manual_seed(1)
-        for step in range(2):
-            sums = [torch.zeros_like(its) for its in reference.parameters()]
-            for p in model.parameters():
-                if "main_grad" in name and p.dim() == 2:
-                    p.main_grad = torch.zeros_like(p)
-            for micro, batches in enumerate(torch.randn(2, 2, ROWS, WIDTH)):
-                first = step == micro == 0  # later microbatches notice that the weights have been stepped
-                mine = through(model, batches[rank], first)
-                mine.square().mean().backward()
-                for module in model:
-                    if hasattr(module, "backward_dw"):
-                        module.backward_dw()
-                of_all = [torch.zeros_like(its) for its in reference.parameters()]
-                for each, x in enumerate(batches):
-                    y = through(reference, x, first)
-                    same.append(each != rank or same_as(mine, y))
-                    y.square().mean().backward()
-                    for total, its in zip(of_all, reference.parameters(), strict=True):
-                        total += its.grad
-                        its.grad = None
-                for total, grad in zip(sums, of_all, strict=True):
-                    total += grad / 2
-            for total, a, b in zip(sums, model.parameters(), reference.parameters(), strict=True):
-                fused = hasattr(a, "main_grad")
-                same.append(fused == ("main_grad" in name and a.dim() == 2) and not (fused and a.grad is not None))
-                a.grad, b.grad = a.main_grad if fused else a.grad, total
-                same.append(same_as(whole(a.grad), total))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        told[name] = [*same, *(same_as(whole(a), b) for a, b in pairs)]
-    return told
+    fused, delayed = {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}
+    every = {"grad": {}, "main_grad": fused, "later": delayed, "main_grad later": fused | delayed}
+    return {name: stepped_alike(rank, options, "main_grad" in name) for name, options in every.items()}
 
 
 @case
