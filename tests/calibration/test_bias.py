@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from tests.calibration.test_calibrate import batches, error, model, weights
+from tests.helpers.calibration_model import batches, error, model, weights
 
 
 def outputs(m, layer):

@@ -11,7 +11,7 @@ from mxtensor.calibration.blocks import Stream
 from mxtensor.calibration.in_use import Call, as_in_use, fresh
 from mxtensor.calibration.moments import groups_of, inputs_of
 from mxtensor.report.output_errors import output_errors
-from tests.calibration.test_calibrate import batches, error, model, same, weights
+from tests.helpers.calibration_model import batches, error, model, same, weights
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 2}  # fmt: skip

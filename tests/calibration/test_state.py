@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from tests.calibration.test_calibrate import Model, batches, model
+from tests.helpers.calibration_model import Model, batches, model
 
 
 class Loaded(nn.Module):

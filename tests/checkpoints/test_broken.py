@@ -12,7 +12,7 @@ import torch
 
 from mxtensor.cli.main import main
 from tests.checkpoints.test_files import METHOD, MXFP4, NVFP4, changed
-from tests.checkpoints.test_peers import checkpoint
+from tests.helpers.checkpoint_files import checkpoint
 
 
 def header(raw):

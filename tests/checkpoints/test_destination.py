@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import mxtensor as mx
 from mxtensor.checkpoints import destination, store
-from tests.checkpoints.test_peers import checkpoint
+from tests.helpers.checkpoint_files import checkpoint
 
 OVERLAPS = [
     ("hub/model", "is"), ("link", "is"), ("blobs/1", "is"), ("link/model.safetensors", "is"), ("hub", "contains"),

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mxtensor as mx
-from tests.checkpoints.test_peers import checkpoint, scale_bytes
+from tests.helpers.checkpoint_files import checkpoint, scale_bytes
 
 NVFP4 = {
     "m.weight_packed": torch.randint(0, 256, (64, 32), dtype=torch.uint8),

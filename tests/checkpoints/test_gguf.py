@@ -8,7 +8,7 @@ import torch
 
 import mxtensor as mx
 from mxtensor.checkpoints import gguf as layout
-from tests.checkpoints.test_peers import checkpoint
+from tests.helpers.checkpoint_files import checkpoint
 from tests.helpers.compare import components_of
 
 gguf = pytest.importorskip("gguf")

@@ -4,26 +4,12 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import mxtensor as mx
 from mxtensor.checkpoints.global_scale import _tables, decoded, divides, multiplies
+from tests.helpers.checkpoint_files import CONFIG, checkpoint, scale_bytes
 from tests.helpers.peers import special
-
-CONFIG = {"dtype": "bfloat16"}
-
-
-def checkpoint(path, tensors, quantization=None, **config):
-    """A folder with these tensors and this configuration."""
-    path.mkdir()
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path / "model.safetensors")
-    extra = {} if quantization is None else {"quantization_config": quantization}
-    (path / "config.json").write_text(json.dumps(CONFIG | config | extra))
-    return path
-
-
-def scale_bytes(*shape, low=100, high=140):
-    return torch.randint(low, high, shape, dtype=torch.uint8)
 
 
 def nibbles(codes):

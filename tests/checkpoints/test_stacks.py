@@ -6,7 +6,7 @@ import torch
 import mxtensor as mx
 from mxtensor.checkpoints.matrices import matrix_orientation
 from mxtensor.numerics.formats import Orientation
-from tests.checkpoints.test_peers import checkpoint, scale_bytes
+from tests.helpers.checkpoint_files import checkpoint, scale_bytes
 
 ROWS, COLUMNS = Orientation.ROWWISE, Orientation.COLUMNWISE
 OSS = {"model_type": "gpt_oss"}

@@ -14,7 +14,7 @@ import mxtensor as mx
 from mxtensor.checkpoints import conversion, destination, shard_file, sink
 from mxtensor.core.workers import in_order
 from tests.checkpoints.test_files import METHOD, NVFP4
-from tests.checkpoints.test_peers import checkpoint
+from tests.helpers.checkpoint_files import checkpoint
 
 try:
     import resource
@@ -57,7 +57,7 @@ def test_a_failure_leaves_nothing(where, error, tmp_path, monkeypatch):
         mx.checkpoints.convert(path, tmp_path / "out", format="mxfp8", max_shard_bytes=1000)
     assert calls
     assert [p.name for p in tmp_path.iterdir()] == ["a"] and before == {p.name: p.read_bytes() for p in path.iterdir()}
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mxtensor")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mxtensor-worker")]
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -305,7 +305,7 @@ def test_workers_keep_the_order_and_leave_no_thread(workers):
     with pytest.raises(ZeroDivisionError, match="three"):
         list(in_order(failing_at, range(20), workers))
     assert torch.get_num_threads() == threads
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mxtensor")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mxtensor-worker")]
 
 
 def test_a_conversion_by_threads_is_the_conversion_by_one(tmp_path):

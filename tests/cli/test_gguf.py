@@ -19,7 +19,7 @@ from mxtensor.cli.models import load_model
 from tests.checkpoints.test_gguf import by_gguf
 from tests.cli.small_gguf import KINDS, NAMES, gguf_name, save_small_gguf, save_small_lfm2
 from tests.cli.small_model import TEXT, save_small_model
-from tests.cli.test_main import run
+from tests.helpers.cli import run
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 
 import mxtensor as mx
 from mxtensor.cli import doctor, tune
-from tests.checkpoints.test_peers import checkpoint
-from tests.cli.test_main import run
+from tests.helpers.checkpoint_files import checkpoint
+from tests.helpers.cli import run
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 

@@ -17,7 +17,8 @@ from mxtensor.checkpoints import conversion, store
 from mxtensor.cli import files
 from mxtensor.cli.main import COMMANDS, main
 from mxtensor.cli.spelling import in_options
-from tests.checkpoints.test_peers import checkpoint
+from tests.helpers.checkpoint_files import checkpoint
+from tests.helpers.cli import run
 
 RANDOM = torch.Generator().manual_seed(0)
 STATE = {
@@ -29,16 +30,6 @@ STATE = {
 @pytest.fixture
 def source(tmp_path):
     return str(checkpoint(tmp_path / "a", STATE))
-
-
-def run(capsys, *arguments):
-    """(exit code, standard output, standard error)."""
-    try:
-        code = main([str(argument) for argument in arguments])
-    except SystemExit as end:
-        code = end.code
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def test_quantize_inspect_compare_and_convert(source, tmp_path, capsys):

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import mxtensor as mx
 from mxtensor.cli import gguf_models
 from mxtensor.cli.models import read_text
-from tests.checkpoints.test_peers import checkpoint
 from tests.cli.small_model import TEXT, save_small_model
-from tests.cli.test_main import run
 from tests.docs.error_rows import without
+from tests.helpers.checkpoint_files import checkpoint
+from tests.helpers.cli import run
 
 
 @pytest.fixture(scope="module")

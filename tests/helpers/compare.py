@@ -1,11 +1,13 @@
-"""Whether two results are the same product, and two tensors the same bytes."""
+"""Whether two results are the same product, two tensors the same bytes, and two operands the same cast."""
 
 import copy
 
+import numpy as np
 import torch
 from torch import nn
 
 import mxtensor as mx
+from tests.helpers.oracle import as_bytes, same_floats
 
 
 def relative_error(y, reference):
@@ -56,3 +58,23 @@ def same_bytes(a, b):
     """Whether two MXTensors have the same codes and scales."""
     mine, theirs = components_of(a), components_of(b)
     return len(mine) == len(theirs) and all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
+
+
+def assert_same_operand(operand, expected):
+    """Assert that two operands have the same tensors, bit for bit, and that those of the first are contiguous."""
+    assert (operand.shape, operand.format) == (expected.shape, expected.format)
+    for ours, theirs in zip(operand.tensors, expected.tensors, strict=True):
+        assert (ours.dtype, ours.shape, ours.is_contiguous()) == (theirs.dtype, theirs.shape, True)
+        if ours.dtype == torch.float32:
+            assert same_floats(ours.numpy(), theirs.numpy())
+        else:
+            np.testing.assert_array_equal(as_bytes(ours), as_bytes(theirs))
+
+
+def assert_same_values(ours, theirs):
+    """Assert that two tensors have the same values, with the signs of zeros and with NaN in the same places."""
+    assert (ours.dtype, ours.shape, ours.is_contiguous()) == (theirs.dtype, theirs.shape, True)
+    nan = ours.isnan()
+    assert torch.equal(nan, theirs.isnan())
+    assert torch.equal(ours.masked_fill(nan, 1.0), theirs.masked_fill(nan, 1.0))
+    assert torch.equal(ours.signbit() | nan, theirs.signbit() | nan)

@@ -11,7 +11,7 @@ from mxtensor.kernels.gemm import scaled_mm_contract
 from mxtensor.kernels.gemm.spec import Unquantized
 from mxtensor.kernels.runtime import nvrtc, triton_launch
 from mxtensor.numerics.reference import encode
-from tests.numerics.test_swizzle import slowly_back
+from tests.helpers.slow_swizzle import slowly_back
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HOPPER, BLACKWELL = (9, 0), (10, 0)

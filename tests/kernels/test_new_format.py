@@ -19,8 +19,8 @@ from mxtensor.numerics.element_format import ElementFormat
 from mxtensor.numerics.formats import E2M3, E8M0, UE4M3, Format
 from mxtensor.numerics.reference import decode, decode_local, encode
 from tests.helpers import oracle
+from tests.helpers.compare import assert_same_operand, assert_same_values
 from tests.kernels.quantize.conftest import one_rounding, whole_reductions  # noqa: F401
-from tests.kernels.quantize.test_select import assert_same, assert_same_values
 
 E3M0 = ElementFormat("e3m0", 3, 0, bias=3, max=16.0, dtype=torch.uint8, packing=(2, 1))
 E1M2 = ElementFormat("e1m2", 1, 2, bias=0, max=3.5, dtype=torch.uint8, packing=(2, 1))
@@ -51,7 +51,7 @@ def test_the_definition_and_the_cpu_casts_agree_with_exact_arithmetic(format, dt
         x, cast = values(dtype), mx.Cast.of(format, scaling.value)
         wanted = oracle.check(encode(x, cast), x, scaling.value)
         for kernel in (cpu.QUANTIZE, sliced.QUANTIZE):
-            assert_same(kernel.run(x, cast), encode(x, cast))
+            assert_same_operand(kernel.run(x, cast), encode(x, cast))
         for kernel in (cpu.DEQUANTIZE, sliced.DEQUANTIZE):
             if kernel is cpu.DEQUANTIZE or x.shape[0] % format.block[0] == 0:
                 assert oracle.same_floats(kernel.run(encode(x, cast), torch.float32).numpy(), wanted)
@@ -69,14 +69,14 @@ def test_the_triton_casts_agree_with_the_definition(format, dtype):
     for scaling in SCALINGS:
         x, cast = values(dtype), mx.Cast.of(format, scaling.value)
         operand = encode(x, cast)
-        assert_same(triton_rows.quantize(x, cast), operand)
+        assert_same_operand(triton_rows.quantize(x, cast), operand)
         assert_same_values(triton_rows.dequantize(operand, dtype), decode(operand, dtype))
         rounded, _ = triton_rows.fake_quantize(x, cast, torch.bfloat16)
         assert_same_values(rounded, decode_local(operand).to(torch.bfloat16))
         if not format.rows_are_blocked:
             rowwise, columnwise = triton_rows.quantize_both(x, cast)
-            assert_same(rowwise, operand)
-            assert_same(columnwise, encode(x.t(), cast))
+            assert_same_operand(rowwise, operand)
+            assert_same_operand(columnwise, encode(x.t(), cast))
 
 
 @each_dtype

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mxtensor.numerics import derived
 from mxtensor.numerics.derived import cached_value, known_value
 from mxtensor.numerics.swizzle import swizzle
-from tests.numerics.test_swizzle import scales, slowly
+from tests.helpers.slow_swizzle import scales, slowly
 
 
 class Counted:

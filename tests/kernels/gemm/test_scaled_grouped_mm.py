@@ -11,8 +11,8 @@ from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers.compare import assert_same_product, relative_error
+from tests.helpers.slow_swizzle import slowly_back
 from tests.helpers.stand_in import BF16, BLACKWELL, FP32, HOPPER, pretend, spec_of
-from tests.numerics.test_swizzle import slowly_back
 
 __all__ = ["pretend"]
 CASES = [

@@ -13,8 +13,8 @@ from mxtensor.kernels.quantize.select import quantize_operand
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.reference import decode_local, encode
 from mxtensor.recipe.rows import recipe_from_row, recipe_to_row
+from tests.helpers.compare import assert_same_operand, assert_same_values
 from tests.helpers.every_kernel import KERNELS
-from tests.kernels.quantize.test_select import assert_same, assert_same_values
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -77,19 +77,19 @@ def test_the_passes_over_columns_values_and_pairs(name):
     x, cast = small(), Cast.of(name, amax_epsilon=EPSILON)
     square = get_format(name).block[0] != 1
     assert not torch.equal(encode(x * 2.0**-6, cast).scale, encode(x * 2.0**-6, Cast.of(name)).scale)
-    assert_same(triton_rows.quantize(x.t(), cast), encode(x.t(), cast))
+    assert_same_operand(triton_rows.quantize(x.t(), cast), encode(x.t(), cast))
     values, _ = triton_rows.fake_quantize(x, cast, torch.bfloat16)
     assert_same_values(values, decode_local(encode(x, cast)).bfloat16())
     if not square and get_format(name).block[1] != FULL:
         for ours, theirs in zip(triton_rows.quantize_both(x, cast), (x, x.t()), strict=True):
-            assert_same(ours, encode(theirs, cast))
+            assert_same_operand(ours, encode(theirs, cast))
     if get_format(name).block == (FULL, FULL):
         rowwise, columnwise = triton_pair.pair(x * 2.0**-6, cast, Form.CODES, Form.CODES, x.dtype, None, None)
-        assert_same(rowwise, encode(x * 2.0**-6, cast))
-        assert_same(columnwise, encode(x.t() * 2.0**-6, cast))
+        assert_same_operand(rowwise, encode(x * 2.0**-6, cast))
+        assert_same_operand(columnwise, encode(x.t() * 2.0**-6, cast))
         given = torch.tensor(2.0**-20)
         rowwise, _ = triton_pair.pair(x, cast, Form.CODES, None, x.dtype, given, None)
-        assert_same(rowwise, reference.encode_with_amax(x, cast, given))
+        assert_same_operand(rowwise, reference.encode_with_amax(x, cast, given))
 
 
 def test_traced_code_has_the_floor():
@@ -142,11 +142,11 @@ def test_quantizers_take_it(kind):
     assert quantizer.amax_epsilon == 0.5 and "amax_epsilon=0.5" in repr(quantizer) and "epsilon" not in repr(kind())
     w = quantizer(torch.full((128, 128), 0.25))
     cast = Cast(quantizer.cast.format, amax_epsilon=0.5)
-    assert_same(w.rowwise, encode(torch.full((128, 128), 0.25), cast))
+    assert_same_operand(w.rowwise, encode(torch.full((128, 128), 0.25), cast))
     w.copy_(torch.full((128, 128), 0.125))
-    assert_same(w.rowwise, encode(torch.full((128, 128), 0.125), cast))
+    assert_same_operand(w.rowwise, encode(torch.full((128, 128), 0.125), cast))
     assert quantizer.update_quantized(torch.zeros(128, 128), w) is w
-    assert_same(w.rowwise, encode(torch.zeros(128, 128), cast))
+    assert_same_operand(w.rowwise, encode(torch.zeros(128, 128), cast))
     with pytest.raises(ValueError, match=r"amax_epsilon is -1\.0; it must be a number from 0 to the largest float32"):
         kind(amax_epsilon=-1.0)
 

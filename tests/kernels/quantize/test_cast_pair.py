@@ -19,7 +19,7 @@ from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode_local, encode
-from tests.kernels.quantize.test_select import assert_same, assert_same_values
+from tests.helpers.compare import assert_same_operand, assert_same_values
 from tests.kernels.quantize.test_triton_ops import chosen, on_the_interpreters_device
 
 CODES, VALUES = Form.CODES, Form.VALUES
@@ -48,7 +48,7 @@ def assert_in_form(copy, form, operand, dtype):
         assert copy is None
     elif form is CODES:
         assert isinstance(copy, Operand)
-        assert_same(copy, operand)
+        assert_same_operand(copy, operand)
     else:
         assert isinstance(copy, FakeQuantized) and copy.format == operand.format and copy.shape == operand.shape
         assert_same_values(copy.values.contiguous(), decode_local(operand).to(dtype))
@@ -304,4 +304,4 @@ def test_eager_calls_go_straight_to_the_kernel(monkeypatch):
     assert chosen(log) == [("cast pair", "triton")]
     assert not any(t.requires_grad for t in (row.values, *column.tensors))
     assert dataclasses.astuple(row)[0] is not None
-    assert_same(column, encode(x.detach().t(), of))
+    assert_same_operand(column, encode(x.detach().t(), of))

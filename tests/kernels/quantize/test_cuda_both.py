@@ -15,7 +15,7 @@ from mxtensor.kernels.runtime.cuda_macros import RESERVED
 from mxtensor.numerics.formats import E8M0, FULL, UE4M3
 from mxtensor.numerics.reference import encode, tensor_amax
 from tests.helpers import cuda_on_cpu
-from tests.kernels.quantize.test_select import assert_same
+from tests.helpers.compare import assert_same_operand
 from tests.kernels.quantize.test_triton_pair import PLACES
 from tests.kernels.quantize.test_triton_rows import blocks_of, every_bfloat16, values
 
@@ -50,8 +50,8 @@ def as_device(monkeypatch, capability):
 
 def check(x, cast, tile=None):
     row, column = cuda_both.quantize_both(x, cast, tile)
-    assert_same(row, encode(x, cast))
-    assert_same(column, encode(x.t(), cast))
+    assert_same_operand(row, encode(x, cast))
+    assert_same_operand(column, encode(x.t(), cast))
 
 
 # ---------------------------------------------------------------------------------------------- values
@@ -218,8 +218,8 @@ def test_both_copies_are_those_of_the_kernel(name, chosen):
         pair = select_pair.cast_pair(x, cast, Form.CODES, Form.CODES, BF16)
     assert [e.kernel for e in log.entries] == ["cuda", "cuda"]
     for row, column in (operands, pair):
-        assert_same(row, encode(x, cast))
-        assert_same(column, encode(x.t(), cast))
+        assert_same_operand(row, encode(x, cast))
+        assert_same_operand(column, encode(x.t(), cast))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

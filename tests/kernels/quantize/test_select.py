@@ -14,6 +14,7 @@ from mxtensor.kernels.quantize.select import dequantize_operand, quantize_operan
 from mxtensor.numerics.operand import transposed
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers import oracle
+from tests.helpers.compare import assert_same_operand, assert_same_values
 from tests.helpers.oracle import as_bytes, same_floats
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -60,24 +61,6 @@ def values(rows=ROWS, cols=COLS, specials=True):
     return torch.from_numpy(x)
 
 
-def assert_same(operand, expected):
-    assert (operand.shape, operand.format) == (expected.shape, expected.format)
-    for ours, theirs in zip(operand.tensors, expected.tensors, strict=True):
-        assert (ours.dtype, ours.shape, ours.is_contiguous()) == (theirs.dtype, theirs.shape, True)
-        if ours.dtype == torch.float32:
-            assert same_floats(ours.numpy(), theirs.numpy())
-        else:
-            np.testing.assert_array_equal(as_bytes(ours), as_bytes(theirs))
-
-
-def assert_same_values(ours, theirs):
-    assert (ours.dtype, ours.shape, ours.is_contiguous()) == (theirs.dtype, theirs.shape, True)
-    nan = ours.isnan()
-    assert torch.equal(nan, theirs.isnan())
-    assert torch.equal(ours.masked_fill(nan, 1.0), theirs.masked_fill(nan, 1.0))
-    assert torch.equal(ours.signbit() | nan, theirs.signbit() | nan)
-
-
 def chosen(log):
     return [(e.spec.op, e.kernel, e.refusals) for e in log.entries]
 
@@ -94,7 +77,7 @@ def test_blocked_quantize_is_encode(name, dtype, thin_slices):
         with explain() as log:
             operand = quantize_operand(x, cast)
         assert chosen(log) == [("quantize", "sliced", {})]
-        assert_same(operand, encode(x, cast))
+        assert_same_operand(operand, encode(x, cast))
 
 
 @each_format
@@ -103,13 +86,13 @@ def test_blocked_quantize_takes_tails_of_slices_and_blocks(name, thin_slices):
     with explain() as log:
         operand = quantize_operand(x, Cast.of(name, "floor"))
     assert chosen(log) == [("quantize", "sliced", {})]
-    assert_same(operand, encode(x, Cast.of(name, "floor")))
+    assert_same_operand(operand, encode(x, Cast.of(name, "floor")))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "nvfp4", "float8_tensor", "float8_row"])
 def test_blocked_quantize_takes_more_dimensions(name, thin_slices):
     x = values(6 * 44, COLS).view(2, 3, 44, COLS).bfloat16()
-    assert_same(sliced.QUANTIZE.run(x, Cast.of(name)), encode(x, Cast.of(name)))
+    assert_same_operand(sliced.QUANTIZE.run(x, Cast.of(name)), encode(x, Cast.of(name)))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "mxfp8[32x32]", "nvfp4"])
@@ -234,7 +217,7 @@ def test_blocked_says_why_it_does_not_quantize(source, name, reason):
     with explain() as log:
         operand = quantize_operand(x, Cast.of(name))
     assert why_not_sliced(log) == reason
-    assert_same(operand, encode(x, Cast.of(name)))
+    assert_same_operand(operand, encode(x, Cast.of(name)))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +304,7 @@ def test_the_opaque_op_is_encode(name):
     x, finite, format = values(35, 160).float(), values(35, 160, specials=False).float(), get_format(name)
     data, scale, global_scale = reference.encode_op(x, format.name, "floor", "nearest", 0.0)
     operand = Operand(data, scale, global_scale if format.global_scale else None, format, (35, 160))
-    assert_same(operand, encode(x, Cast.of(name, "floor")))
+    assert_same_operand(operand, encode(x, Cast.of(name, "floor")))
     torch.library.opcheck(
         reference.encode_op, (finite, format.name, "floor", "nearest", 0.0)
     )  # which takes no NaN for another
@@ -351,7 +334,7 @@ def test_compiled_casts_are_the_eager_ones(names):
     torch.compiler.reset()
     for (components, *got), cast in zip(torch.compile(cast_and_dequantize, fullgraph=True)(x), casts, strict=True):
         operand = encode(x, cast)
-        assert_same(Operand(*components, *[None] * (3 - len(components)), cast.format, tuple(x.shape)), operand)
+        assert_same_operand(Operand(*components, *[None] * (3 - len(components)), cast.format, tuple(x.shape)), operand)
         decoded = decode(operand, torch.float32)
         for ours, theirs in zip(got, (decoded, decoded[:, :100] * 2.0, decode(operand, torch.bfloat16)), strict=True):
             assert_same_values(ours, theirs.contiguous())

@@ -13,7 +13,7 @@ from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.reference import decode, decode_local, encode
-from tests.kernels.quantize.test_select import assert_same, assert_same_values
+from tests.helpers.compare import assert_same_operand, assert_same_values
 
 NAMES = [*FORMATS, "mxfp8[32x32]", "mxfp6[1x64]", "nvfp4[16x16]"]
 TWO_COPIES = [n for n in NAMES if get_format(n).block[0] == 1 and get_format(n).block[1] != FULL]
@@ -194,8 +194,8 @@ def test_eager_calls_go_straight_to_the_kernels(monkeypatch):
     x, of = torch.randn(12, 140, requires_grad=True), Cast.of("mxfp8")
     with mx.explain() as log:
         rowwise, columnwise = select_pair.quantize_operands(x, of, mx.Orientation.BOTH)
-        assert_same(select.quantize_operand(x, of), rowwise)
-        assert_same(columnwise, encode(x.t(), of))
+        assert_same_operand(select.quantize_operand(x, of), rowwise)
+        assert_same_operand(columnwise, encode(x.t(), of))
         values, _ = select.fake_quantize(x, of, torch.float32)
         assert_same_values(select.dequantize_operand(rowwise, torch.float32), values)
     assert {e.kernel for e in log.entries} == {"triton"}

@@ -14,7 +14,7 @@ from mxtensor.kernels.quantize import triton_columns, triton_pair, triton_rows
 from mxtensor.kernels.quantize.reference import encode_with_amax
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.reference import decode_local, encode
-from tests.kernels.quantize.test_select import assert_same, assert_same_values
+from tests.helpers.compare import assert_same_operand, assert_same_values
 from tests.kernels.quantize.test_triton_rows import (
     DTYPES,
     MODES,
@@ -44,7 +44,7 @@ each_with_one_scale = pytest.mark.parametrize("name", ONE_SCALE)
 def assert_is(copy, operand, dtype=None):
     """``copy`` is the operand, or the values of the operand without its global scale."""
     if not isinstance(copy, FakeQuantized):
-        assert_same(copy, operand)
+        assert_same_operand(copy, operand)
         return
     expected = decode_local(operand).to(dtype)
     assert_same_values(copy.values.contiguous(), expected)
@@ -203,8 +203,8 @@ def test_codes_and_their_transpose_by_one_scale(name, dtype):
             x, cast = values(*shape, dtype, specials), Cast.of(name)
             for forms in ((CODES, CODES), (None, CODES)):
                 row, column = triton_pair.pair(x, cast, *forms, dtype, None, None)
-                assert row is None if forms[0] is None else assert_same(row, encode(x, cast)) is None
-                assert_same(column, encode(x.t(), cast))
+                assert row is None if forms[0] is None else assert_same_operand(row, encode(x, cast)) is None
+                assert_same_operand(column, encode(x.t(), cast))
 
 
 @pytest.mark.parametrize("amax", [1.0, 0.0, 3e-44, 448.0 * 3, 1e30, float("inf"), float("nan"), -float("nan")])
@@ -216,8 +216,8 @@ def test_a_given_amax_makes_the_scale_and_the_own_one_is_recorded(name, amax):
     for specials, dtype, operands in ((True, BF16, 0.0), (False, FP16, 0.0), (False, FP32, 1e32), (False, BF16, 1e39)):
         x, record = values(21, 132, dtype, specials), torch.tensor(operands)
         row, column = triton_pair.pair(x, cast, CODES, CODES, dtype, amax, record)
-        assert_same(row, encode_with_amax(x, cast, amax))
-        assert_same(column, encode_with_amax(x.t().contiguous(), cast, amax))
+        assert_same_operand(row, encode_with_amax(x, cast, amax))
+        assert_same_operand(column, encode_with_amax(x.t().contiguous(), cast, amax))
         own = torch.maximum(x.abs().amax().float(), torch.tensor(operands))
         assert record == own or (record.isnan() and own.isnan())
 
@@ -227,7 +227,7 @@ def test_a_given_amax_makes_the_scale_and_the_own_one_is_recorded(name, amax):
 def test_without_an_amax_the_record_takes_the_one_that_was_used(name):
     x, record = values(21, 132, BF16, specials=False), torch.tensor(0.5)
     row, column = triton_pair.pair(x, Cast.of(name), CODES, None, x.dtype, None, record)
-    assert_same(row, encode(x, Cast.of(name)))
+    assert_same_operand(row, encode(x, Cast.of(name)))
     assert column is None and record == x.abs().amax().float().clamp(min=0.5)
 
 
@@ -236,12 +236,12 @@ def test_without_an_amax_the_record_takes_the_one_that_was_used(name):
 def test_the_transpose_is_not_rounded_again(name):
     x, cast = values(37, 132, FP32, specials=False), stochastic(name, 5)
     row, column = triton_pair.pair(x, cast, CODES, CODES, x.dtype, torch.tensor(3.0), None)
-    assert_same(row, encode_with_amax(x, cast, torch.tensor(3.0)))
+    assert_same_operand(row, encode_with_amax(x, cast, torch.tensor(3.0)))
     assert torch.equal(column.data.view(torch.uint8), row.data.view(torch.uint8).t())
 
 
 def test_one_scale_with_the_tiles_of_a_device():
     x = values(141, 150, BF16)
     row, column = triton_pair.pair(x, Cast.of("float8_tensor"), CODES, CODES, x.dtype, torch.tensor(9.0), None)
-    assert_same(row, encode_with_amax(x, Cast.of("float8_tensor"), torch.tensor(9.0)))
+    assert_same_operand(row, encode_with_amax(x, Cast.of("float8_tensor"), torch.tensor(9.0)))
     assert torch.equal(column.data.view(torch.uint8), row.data.view(torch.uint8).t())

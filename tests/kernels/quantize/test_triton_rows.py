@@ -17,8 +17,8 @@ from mxtensor.numerics.formats import E8M0, FULL, UE4M3
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, decode_local, encode
 from mxtensor.numerics.swizzle import swizzle
+from tests.helpers.compare import assert_same_operand, assert_same_values
 from tests.kernels.quantize.conftest import set_tiles
-from tests.kernels.quantize.test_select import assert_same, assert_same_values
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -83,7 +83,7 @@ def surrounded(x, left=4):
 @each_format
 def test_quantize_is_encode_for_every_format_and_dtype(name, dtype, small_tiles):
     for x in each_values(name, 19, 300, dtype):
-        assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+        assert_same_operand(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -92,7 +92,7 @@ def test_every_scale_rule(name, mode, small_tiles):
     cast = Cast.of(name, mode)
     for dtype in (torch.bfloat16, torch.float32):
         x = values(16, 132, dtype)
-        assert_same(triton_rows.quantize(x, cast), encode(x, cast))
+        assert_same_operand(triton_rows.quantize(x, cast), encode(x, cast))
 
 
 @pytest.mark.parametrize("shape", [(40, 48), (2, 33, 20)], ids=str)
@@ -101,14 +101,14 @@ def test_a_rotated_columnwise_copy(dtype, shape, small_tiles, monkeypatch):
     x, cast = torch.randn(shape).to(dtype), Cast.of("nvfp4")
     expected = hadamard.quantize_rotated(x, cast, 0xD7E8).operand
     monkeypatch.setattr(hadamard, "quantize_operand", triton_rows.quantize)
-    assert_same(hadamard.quantize_rotated(x, cast, 0xD7E8).operand, expected)
+    assert_same_operand(hadamard.quantize_rotated(x, cast, 0xD7E8).operand, expected)
 
 
 @each_kind
 def test_tiles_as_they_are_on_a_device(name):
     for dtype in (torch.bfloat16, torch.float32):
         x = values(7, 1093, dtype, specials=False)
-        assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+        assert_same_operand(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
 
 
 @pytest.mark.parametrize("shape", [(16, 128), (32, 256), (16, 132), (17, 256), (9, 130), (8, 131), (9, 1)])
@@ -116,7 +116,7 @@ def test_tiles_as_they_are_on_a_device(name):
 def test_whole_tiles_and_tails_of_rows_columns_blocks_and_groups(name, shape, small_tiles):
     for dtype in (torch.bfloat16, torch.float32):
         x = surrounded(values(*shape, dtype))
-        assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+        assert_same_operand(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
 
 
 PLACES = {
@@ -137,7 +137,7 @@ PLACES = {
 def test_strides_and_offsets(name, place, small_tiles):
     for dtype in (torch.bfloat16, torch.float32):
         x = PLACES[place](values(12, 142, dtype, specials=False))
-        assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+        assert_same_operand(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
 
 
 @pytest.mark.parametrize("shape", [(1,), (33,), (300,), (1, 1), (2, 3, 70), (2, 16, 32), (2, 1, 2, 33), (2, 9, 130)])
@@ -146,10 +146,10 @@ def test_any_number_of_dimensions(name, shape, small_tiles):
     """Also stacks of matrices with short blocks: a block never crosses into the next matrix."""
     x = torch.randn(shape) * 2.0 ** torch.randint(-20, 20, (*shape[:-1], 1)).float()
     for y in (x, x.bfloat16()):
-        assert_same(triton_rows.quantize(y, Cast.of(name)), encode(y, Cast.of(name)))
+        assert_same_operand(triton_rows.quantize(y, Cast.of(name)), encode(y, Cast.of(name)))
     if len(shape) > 2:
         transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
-        assert_same(triton_rows.quantize(transposed, Cast.of(name)), encode(transposed, Cast.of(name)))
+        assert_same_operand(triton_rows.quantize(transposed, Cast.of(name)), encode(transposed, Cast.of(name)))
 
 
 # ---------------------------------------------------------------------------------------------- whole domains
@@ -176,7 +176,7 @@ DOMAIN = [f"{name}[1x16]" for name in (*ELEMENTS, "float8_e4m3_1x128", "float8_e
 @pytest.mark.parametrize("name", DOMAIN)
 def test_every_bfloat16_value_as_a_block_of_its_own(name, large_tiles):
     x = blocks_of(every_bfloat16())
-    assert_same(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
+    assert_same_operand(triton_rows.quantize(x, Cast.of(name)), encode(x, Cast.of(name)))
 
 
 @pytest.mark.exhaustive(quick=4)
@@ -190,7 +190,7 @@ def test_every_bfloat16_value_below_a_larger_one(name, large_tiles):
     w = torch.where((w.sign() == v.sign()) | w.isnan(), w, v)
     x = blocks_of(v, -w, w.neg().roll(1) * 0)
     for y in (x, x.float()):  # bfloat16 to 4 bits has a kernel of its own
-        assert_same(triton_rows.quantize(y, Cast.of(name)), encode(y, Cast.of(name)))
+        assert_same_operand(triton_rows.quantize(y, Cast.of(name)), encode(y, Cast.of(name)))
 
 
 def every_code_by_every_scale(name):
@@ -225,8 +225,8 @@ def test_both_copies_of_one_pass_are_the_two_casts(name, dtype, small_tiles):
     cast = Cast.of(name)
     for x in map(surrounded, each_values(name, 36, 134, dtype)):
         rowwise, columnwise = triton_rows.quantize_both(x, cast)
-        assert_same(rowwise, encode(x, cast))
-        assert_same(columnwise, encode(x.t(), cast))
+        assert_same_operand(rowwise, encode(x, cast))
+        assert_same_operand(columnwise, encode(x.t(), cast))
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (64, 130), (67, 131), (3, 140), (131, 2)])
@@ -237,17 +237,17 @@ def test_columns_of_whole_tiles_and_with_tails(name, shape, small_tiles):
     x = torch.randn(shape) * 2.0 ** torch.randint(-9, 9, shape).float()
     for y in (x, x.bfloat16()):
         rowwise, columnwise = triton_rows.quantize_both(y, cast)
-        assert_same(rowwise, encode(y, cast))
-        assert_same(columnwise, encode(y.t(), cast))
-    assert_same(triton_rows.quantize(y.t(), cast), encode(y.t(), cast))
+        assert_same_operand(rowwise, encode(y, cast))
+        assert_same_operand(columnwise, encode(y.t(), cast))
+    assert_same_operand(triton_rows.quantize(y.t(), cast), encode(y.t(), cast))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "mxfp8[1x128]"])
 def test_both_copies_with_the_tiles_of_a_device(name):
     cast, x = Cast.of(name, "floor"), values(141, 150, torch.bfloat16)
     rowwise, columnwise = triton_rows.quantize_both(x[::2], cast)
-    assert_same(rowwise, encode(x[::2], cast))
-    assert_same(columnwise, encode(x[::2].t(), cast))
+    assert_same_operand(rowwise, encode(x[::2], cast))
+    assert_same_operand(columnwise, encode(x[::2].t(), cast))
 
 
 # ---------------------------------------------------------------------------------------------- swizzled
@@ -328,7 +328,7 @@ def stochastic(name, seed):
 def test_a_seed_decides_every_bit_as_in_the_reference(name, small_tiles):
     for seed, dtype in ((12345, torch.float32), (2**40 + 7, torch.bfloat16)):
         for x in map(surrounded, each_values(name, 16, 134, dtype)):
-            assert_same(triton_rows.quantize(x, stochastic(name, seed)), encode(x, stochastic(name, seed)))
+            assert_same_operand(triton_rows.quantize(x, stochastic(name, seed)), encode(x, stochastic(name, seed)))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6[1x64]", "mxfp4", "mxint8", "nvfp4", "float8_1x128"])
@@ -336,9 +336,9 @@ def test_each_copy_rounds_by_a_stream_of_its_own(name, small_tiles):
     """The transposed copy uses ``seed + 1`` and the row and column of the transpose."""
     x = values(38, 132, torch.float32, specials=False)
     rowwise, columnwise = triton_rows.quantize_both(x, stochastic(name, 99))
-    assert_same(rowwise, encode(x, stochastic(name, 99)))
-    assert_same(columnwise, encode(x.t(), stochastic(name, 100)))
-    assert_same(triton_rows.quantize(x.t(), stochastic(name, 5)), encode(x.t(), stochastic(name, 5)))
+    assert_same_operand(rowwise, encode(x, stochastic(name, 99)))
+    assert_same_operand(columnwise, encode(x.t(), stochastic(name, 100)))
+    assert_same_operand(triton_rows.quantize(x.t(), stochastic(name, 5)), encode(x.t(), stochastic(name, 5)))
 
 
 @each_kind
