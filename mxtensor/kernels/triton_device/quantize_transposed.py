@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .elements import INFINITY_BITS, amax_bits, bits_of, magnitude_bits, scales_of, to_codes, widened
 from .quantize import rounded, store_tile, words_of_tile
-from .quantize_columns import load_group, word_of
+from .quantize_columns import largest_of_groups, load_groups, word_of
 
 
 @triton.jit
@@ -31,10 +31,11 @@ def codes_of(y, C: tl.constexpr):
 
 
 @triton.jit
-def codes_in_word(y0, y1, y2, y3, C: tl.constexpr):
+def codes_in_word(y, C: tl.constexpr):
     """The codes of four rows in one int32, the first in the low byte."""
+    y0, y1, y2, y3 = y
     if C.float8 != "":
-        return word_of((y0, y1, y2, y3), y0 == y0, C)
+        return word_of(y, y0 == y0, C)
     else:
         low = codes_of(y0, C).to(tl.int32) | (codes_of(y1, C).to(tl.int32) << 8)
         return low | (codes_of(y2, C).to(tl.int32) << 16) | (codes_of(y3, C).to(tl.int32) << 24)
@@ -59,10 +60,7 @@ def quantize_transposed(
     first_four, first_col = (pid // tiles) * J, (pid % tiles) * BK
     four = first_four + tl.arange(0, J)[:, None]
     row, col = four * 4, first_col + tl.arange(0, BK)[None, :]
-    x0 = load_group(x_ptr, row, col, rows, cols, stride, EVEN)
-    x1 = load_group(x_ptr, row + 1, col, rows, cols, stride, EVEN)
-    x2 = load_group(x_ptr, row + 2, col, rows, cols, stride, EVEN)
-    x3 = load_group(x_ptr, row + 3, col, rows, cols, stride, EVEN)
+    x = load_groups(x_ptr, row, col, rows, cols, stride, EVEN)
     if GIVEN:
         given = tl.load(amax_ptr)
         amax = tl.where(given == given, bits_of(given), 0x7FC00000)
@@ -77,23 +75,21 @@ def quantize_transposed(
     if RECORD:
         record_ptr = record_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         if GIVEN:
-            upper = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
-            most = tl.maximum(upper, tl.maximum(magnitude_bits(x2), magnitude_bits(x3)))
-            own = amax_bits(tl.max(tl.max(most, axis=1), axis=0), x0)
+            own = amax_bits(tl.max(tl.max(largest_of_groups(x), axis=1), axis=0), x[0])
             tl.atomic_max(record_ptr, own, sem="relaxed")
         elif pid == 0:
             tl.atomic_max(record_ptr, amax, sem="relaxed")
-    y0 = scaled(x0, row, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
-    y1 = scaled(x1, row + 1, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
-    y2 = scaled(x2, row + 2, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
-    y3 = scaled(x3, row + 3, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y0 = scaled(x[0], row, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y1 = scaled(x[1], row + 1, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y2 = scaled(x[2], row + 2, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y3 = scaled(x[3], row + 3, pid % tiles, multiplier, finite, seed_ptr, cols, C, GIVEN)
+    y = (y0, y1, y2, y3)
     if ROWS:
         for i in tl.static_range(4):
-            y = y0 if i == 0 else y1 if i == 1 else y2 if i == 2 else y3
             to = data_ptr + (row + i).to(tl.int64) * cols + col
-            store_tile(to, codes_of(y, C), (row + i < rows) & (col < cols), EVEN)
+            store_tile(to, codes_of(y[i], C), (row + i < rows) & (col < cols), EVEN)
     if COLUMNS:
-        word = codes_in_word(y0, y1, y2, y3, C)
+        word = codes_in_word(y, C)
         if WORDS:
             to = tdata_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + col.to(tl.int64) * fours + four
             store_tile(to, word, (four < fours) & (col < cols), EVEN)
