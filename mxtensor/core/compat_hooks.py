@@ -46,8 +46,8 @@ def hook_checkpoints(
 
     @wraps(make)
     def make_wrapped(self: Any, recompute_fn: Function, *args: Any, **kwargs: Any) -> None:
-        again, self._mxtensor_first_pass = start(recompute_fn, False)
-        make(self, again, *args, **kwargs)
+        recomputed, self._mxtensor_first_pass = start(recompute_fn, False)
+        make(self, recomputed, *args, **kwargs)
 
     @wraps(prepare)
     def prepare_wrapped(self: Any, frame: Any, *args: Any) -> None:

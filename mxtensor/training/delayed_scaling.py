@@ -89,18 +89,18 @@ class DelayedState:
         if torch.compiler.is_dynamo_compiling():
             return self._traced_step(group)
         firsts, around = open_passes()
-        again = None if around is None else self._rewind(around)
+        rewound = None if around is None else self._rewind(around)
         reads = not torch.is_grad_enabled() and not in_first_pass()
-        counts = not (reads or in_backward()) if again is None else next(again.steps, False)
+        counts = not (reads or in_backward()) if rewound is None else next(rewound.steps, False)
         notes = [self._note(first.checkpoint) for first in firsts]
         if counts:
-            if again is None:
+            if rewound is None:
                 self._reduce(group)
             self._advance()
         for note in notes:
             note.add(counts, self.history)
         record = torch.zeros_like(self.record) if reads else self.record
-        return Scales(self.amax, record, None if again is None else again.grad_record)
+        return Scales(self.amax, record, None if rewound is None else rewound.grad_record)
 
     def _traced_step(self, group: object) -> Scales:
         """``step`` in a compiled graph, outside of checkpoints."""
@@ -125,12 +125,12 @@ class DelayedState:
         assert isinstance(note, _Note)
         return note
 
-    def _rewind(self, again: Pass) -> _Rewound:
+    def _rewind(self, recomputation: Pass) -> _Rewound:
         """Go back to what the first pass found, until the recomputation ends. A layer that was not in the first pass
         has its newest scales."""
-        found: _Rewound | None = again.found.get(self.layer)
+        found: _Rewound | None = recomputation.found.get(self.layer)
         if found is None:
-            found = again.found[self.layer] = _Note(self.history, self.amax).rewound()
+            found = recomputation.found[self.layer] = _Note(self.history, self.amax).rewound()
         if found.used:
             return found
         present = self.history, self.amax, self.record
@@ -139,10 +139,10 @@ class DelayedState:
             self.history, self.amax, self.record = present
 
         found.used = True
-        if again.checkpoint.reentrant:  # its graph gets the gradient; that of another checkpoint is thrown away
+        if recomputation.checkpoint.reentrant:  # its graph gets the gradient; that of another checkpoint is thrown away
             found.grad_record = self.record
         self.history, self.amax, self.record = found.history, found.amax, found.record
-        again.at_end.append(restore)
+        recomputation.at_end.append(restore)
         return found
 
     def _advance(self) -> None:

@@ -213,10 +213,10 @@ def test_delayed_scaling_never_waits_for_the_device(name):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_delayed_scaling_is_recomputed_with_its_own_scales(reentrant):
     _, w, _ = tensors()
-    alone, again = (Experts(DELAYED["hybrid"], w) for _ in range(2))
+    alone, recomputed = (Experts(DELAYED["hybrid"], w) for _ in range(2))
     ends, results = ends_of(ENDS[0]), []
     batches = [tuple(2.0 ** (i * 3) * t for t in (tensors()[0], tensors()[2])) for i in range(3)]
-    for net in (alone, again):
+    for net in (alone, recomputed):
         out = []
         for _ in range(3):
             xs = [x.clone().requires_grad_() for x, _ in batches]

@@ -159,7 +159,7 @@ def test_a_layer_that_checkpoints_itself():
 
 
 def test_an_input_that_is_cast_again_in_the_backward_pass():
-    """It has been recorded in the forward pass: what the backward pass of an older step casts is no part of the next
+    """It has been recorded in the forward pass: what the backward pass of an older step casts does not change the next
     amax."""
     layer = mx.nn.Linear(64, 32, save_original_input=True)
     active, (x, g), (y, h) = recipe(amax_compute_algo="most_recent"), data(0, 2), data(0, 0)

@@ -216,13 +216,13 @@ def test_a_stack_has_one_history_and_one_scale_with_delayed_scaling():
 
 def delayed_step(x, w, g, recipe, ends, amax):
     """A step with these scales; what it records; and the tensors that are saved."""
-    scales, kept = Scales(torch.tensor(amax), torch.zeros(3)), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    scales, saved = Scales(torch.tensor(amax), torch.zeros(3)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
         y = linear(x, w, None, Options(recipe), scales, None, ends)
     forward = scales.record.clone()
     y.backward(g)
-    return (y.detach(), x.grad, w.grad), (forward, scales.record), kept
+    return (y.detach(), x.grad, w.grad), (forward, scales.record), saved
 
 
 DELAYED = {
@@ -239,7 +239,7 @@ def test_groups_with_the_scale_of_a_history(name, dtype):
     recipe, ends, rows = DELAYED[name].linear_recipe(), ends_of(SIZES), sum(SIZES) + 3
     x, w, g = values(rows, 48, dtype=dtype), values(5, 64, 48, dtype=dtype), values(rows, 64, dtype=dtype)
     amax = [20.0, 3.0, 0.7]  # some values are beyond
-    (y, dx, dw), (forward, record), kept = delayed_step(x, w, g, recipe, ends, amax)
+    (y, dx, dw), (forward, record), saved = delayed_step(x, w, g, recipe, ends, amax)
     start = 0
     for i, n in enumerate(SIZES):
         part = slice(start, start + n)
@@ -251,9 +251,9 @@ def test_groups_with_the_scale_of_a_history(name, dtype):
     assert y.dtype is dx.dtype is dw.dtype is dtype
     largest = [t[:start].abs().amax().float() if t is not w else t.abs().amax().float() for t in (x, w, g)]
     assert torch.equal(record, torch.stack(largest)) and torch.equal(forward[:2], record[:2]) and forward[2] == 0
-    float8 = [t for t in kept if t.dtype is torch.float8_e4m3fn]  # the input, and no other copy of it
+    float8 = [t for t in saved if t.dtype is torch.float8_e4m3fn]  # the input, and no other copy of it
     assert [t.shape for t in float8] == [(48, layout_of(ends, rows, recipe).length)]
-    assert not any(t.shape == x.shape for t in kept)
+    assert not any(t.shape == x.shape for t in saved)
 
 
 @pytest.mark.parametrize("name", DELAYED)
@@ -278,13 +278,13 @@ def test_operands_with_the_scale_of_a_history_are_those_of_the_definition(name):
 def test_a_batch_with_the_scale_of_a_history():
     recipe, amax = DelayedScaling().linear_recipe(), [20.0, 3.0, 0.7]
     x, w, g = values(3, 7, 48), values(3, 64, 48), values(3, 7, 64)
-    got, (_, record), kept = delayed_step(x, w, g, recipe, None, amax)
+    got, (_, record), saved = delayed_step(x, w, g, recipe, None, amax)
     for i in range(3):
         expected, _, _ = delayed_step(x[i], w[i], g[i], recipe, None, amax)
         for mine, one in zip(got, expected, strict=True):
             torch.testing.assert_close(mine[i], one, rtol=2e-6, atol=1e-5)
     assert torch.equal(record, torch.stack([t.abs().amax() for t in (x, w, g)]))
-    assert not any(t.shape == x.shape and t.dtype is x.dtype for t in kept)
+    assert not any(t.shape == x.shape and t.dtype is x.dtype for t in saved)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -28,8 +28,8 @@ SHAPES = [
     (77, 40, 200),
     (130, 33, 9000),
 ]
-"""Rows of x, rows of w, values. From 8 to 20 rows of x on, codes are brought into panels of 32 rows of w, 8,192 values of a
-row at a time, where the processor has products of bytes."""
+"""Rows of x, rows of w, values. From 8 to 20 rows of x on, codes are brought into panels of 32 rows of w, 8,192 values
+of a row at a time, where the processor has products of bytes."""
 
 
 def cast_of(name):

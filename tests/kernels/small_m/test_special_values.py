@@ -1,4 +1,4 @@
-"""Small-M products of every code, of scales far apart, and of infinities and NaN: the CUDA sources on the CPU."""
+"""Small-M products of every code, of very different scales, and of infinities and NaN: the CUDA sources on the CPU."""
 
 import math
 
