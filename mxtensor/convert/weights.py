@@ -158,7 +158,7 @@ def _weights(model: nn.Module, filter_fn: FilterFn, sharded: Sharded) -> Iterato
                 if weight is None and len(kind.names) == 1:
                     _check_absent(module, f"{fqn}.{name}" if fqn else name)
                 if weight is not None and not isinstance(local_of(weight), MXTensor):
-                    _check_parameter(weight, f"{fqn}.{name}" if fqn else name)
+                    _check_parameter(module, name, f"{fqn}.{name}" if fqn else name)
                     if is_sharded(weight) and not sharded(module, weight):
                         refuse_sharded(weight, f"{fqn}.{name}" if fqn else name)
                     yield Weight(module, name, kind, fqn)
@@ -237,9 +237,16 @@ def _check_absent(module: nn.Module, fqn: str) -> None:
         )
 
 
-def _check_parameter(weight: Any, fqn: str) -> None:
+def _check_parameter(module: nn.Module, name: str, fqn: str) -> None:
+    weight = getattr(module, name)
     if nn.parameter.is_lazy(weight):
         raise ValueError(f"quantize_: {fqn} has no values yet; run one batch through the lazy module first")
+    if any(name == buffer for buffer, _ in module.named_buffers(recurse=False)):
+        raise ValueError(
+            f"quantize_: {fqn} is a buffer, and quantize_ replaces parameters; assign it again as an nn.Parameter (with "
+            "requires_grad=False if it does not train), leave the layer out by filter_fn, or train inside "
+            "mx.autocast(recipe=...)"
+        )
     if not isinstance(weight, nn.Parameter):
         raise ValueError(
             f"quantize_: {fqn} is not a parameter but computed from others (parametrize, weight_norm, prune); remove "

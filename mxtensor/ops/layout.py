@@ -128,7 +128,7 @@ def finish(
     if out is None:
         return read(func, args, kwargs, why_cut(base, what))
     out = _as_view_of(base, out, base.storage_offset() + offset)
-    if base._link is not None and _same_places(out, base):
+    if _same_places(out, base) and not lacks_values(out, base):
         out._link = base._link
     elif base._link is not None or len(base.operands) > 1 or lacks_values(out, base):  # what it is computed from, too
         out._link = Link(base.same(), lambda dense: func(dense, *args[1:], **kwargs))

@@ -339,6 +339,20 @@ def test_a_weight_that_is_computed_is_an_error_that_changes_nothing(wrap, config
     assert net(torch.randn(3, 64)).shape == (3, 32)
 
 
+@pytest.mark.parametrize("config", [MXFP8, "mxfp8"], ids=["training", "inference"])
+def test_a_buffer_as_weight_is_an_error_that_names_the_way_out(config):
+    net = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32))
+    values = net[1].weight.detach()
+    del net[1].weight
+    net[1].register_buffer("weight", values)
+    with pytest.raises(ValueError, match=r"1.weight is a buffer.*nn.Parameter.*filter_fn, or train inside"):
+        mx.quantize_(net, config)
+    del net[1].weight
+    net[1].weight = nn.Parameter(values, requires_grad=False)
+    mx.quantize_(net, config)
+    assert net(torch.randn(3, 64)).shape == (3, 32)
+
+
 def test_a_lazy_module_is_an_error_until_it_has_run():
     net = nn.Sequential(nn.LazyLinear(48))
     with pytest.raises(ValueError, match=r"0.weight has no values yet; run one batch"):

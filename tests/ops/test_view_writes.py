@@ -249,6 +249,18 @@ def test_a_compiled_write_is_the_eager_one(function, format, orientation):
     assert torch.equal(view.dequantize(), w[:, 3].dequantize())
 
 
+@pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda w: w.view(w.shape)], ids=["detach", "view"])
+@pytest.mark.parametrize(("format", "orientation"), [("mxfp8", "rowwise"), ("mxfp8", "both"), ("nvfp4", "both")])
+def test_a_graph_writes_an_alias_of_the_whole_tensor(format, orientation, alias):
+    """torchao's optimizers pass ``p.detach()`` to a compiled step: it has every value and copy of ``p``."""
+    torch._dynamo.reset()
+    w = tensor(format, orientation)
+    twin, before = w.clone(), w.dequantize()
+    torch.compile(lambda v: v.copy_(v * 1.5), backend="aot_eager", fullgraph=True)(alias(w))
+    twin.copy_(twin * 1.5)
+    assert same_bytes(w, twin) and not torch.equal(w.dequantize(), before)
+
+
 def test_a_graph_that_has_only_the_view_reads_it_and_refuses_to_write():
     torch._dynamo.reset()
     w = tensor("nvfp4")
