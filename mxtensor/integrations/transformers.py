@@ -112,7 +112,7 @@ class MXQuantizer(HfQuantizer):
         self._taken: dict[str, Loaded] = {}
         self._left: set[str] = set()
         self._heads: set[str] = set()
-        self._usual: FilterFn = lambda module, fqn: False
+        self._usual: FilterFn | None = None
         self._transforms: list[Any] = []
         self._merges: dict[Any, WeightConverter] = {}
         self._unchecked: nn.Module | None = None
@@ -186,6 +186,8 @@ class MXQuantizer(HfQuantizer):
         model._weight_conversions = [  # codes are stored as they are
             one for one in self._transforms if one in used or self._merges.get(one) in used
         ]
+        # needed for loading only: the model keeps its quantizer, and has no pickle with a local function
+        self._usual, self._transforms, self._merges, self._unchecked = None, [], {}, None
         return model
 
     def _check_all_are_loaded(self, model: nn.Module) -> None:
@@ -266,7 +268,7 @@ class MXQuantizer(HfQuantizer):
         """The kind of module whose parameter ``name`` is to be quantized; None leaves it in high precision."""
         module, leaf, path = place(model, name)
         kind = next((kind for kind in KINDS if leaf in kind.names and kind.matches(module)), None)
-        usual = self._usual(module, path) and name not in self._left
+        usual = self._usual is not None and self._usual(module, path) and name not in self._left
         skipped = is_skipped(name, self.quantization_config.skip)
         return kind if name in self._heads or (usual and not skipped) else None
 

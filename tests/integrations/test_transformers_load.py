@@ -1,5 +1,7 @@
 """transformers: which parameters the codes of a checkpoint become, where its tensors are not those of the model."""
 
+import pickle
+
 import pytest
 import torch
 import transformers as tf
@@ -62,6 +64,20 @@ def test_experts_that_are_stored_one_by_one_are_stacked_in_codes(experts, format
     found.dequantize()
     found.save_pretrained(tmp_path / "values")  # one by one again
     assert mx.checkpoints.load(tmp_path / "values").keys() == mx.checkpoints.load(experts).keys()
+
+
+@pytest.mark.parametrize("experts", ["mixtral"], indirect=True)
+@pytest.mark.parametrize("way", ["quantized while loaded", "loaded codes"])
+def test_a_loaded_model_is_pickled(experts, way, tmp_path):
+    """It has the quantizer that loaded it. Pools of processes and ``torch.save(model)`` pickle both."""
+    model = tf.AutoModelForCausalLM.from_pretrained(experts, quantization_config=mx.TransformersConfig("mxfp8"))
+    if way == "loaded codes":
+        model.save_pretrained(tmp_path / "codes")
+        model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "codes")
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits(model))
 
 
 @pytest.mark.parametrize("experts", ["mixtral"], indirect=True)
