@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..convert.changes import Change, checked_changes
 from ..convert.choose import choose
 from ..convert.configs import recipe_of
-from ..convert.format_plan import MEASURES, Plan, PlannedWeight, planned_for
+from ..convert.format_plan import MEASURES, Plan, PlannedWeight, check_budget, planned_for
 from ..convert.quantize import inference_recipe
 from ..convert.weights import FilterFn
 from ..core.arguments import INTEGER, MODULE, POSITIVE, TEXT, check, described
@@ -73,6 +73,8 @@ def plan(
     if not changes:
         raise ValueError(f"plan: no weight of {type(model).__name__} passed the filter; see filter_fn of quantize_")
     check_values("plan", changes.values())
+    sizes = _sizes(by_format)
+    check_budget(bits, {fqn: change.values for fqn, change in changes.items()}, sizes)  # before it measures
     batches = batches_of("plan", data)
     layers = {layer: fqn for fqn, change in changes.items() if (layer := calibrated(change)) is not None}
     tried = _Tried(by_format)
@@ -94,7 +96,7 @@ def plan(
     for fqn, change in changes.items():
         if fqn not in tried.errors:
             tried.candidates_of(change)
-    weights = _weights(changes, tried.sizes, errors, tried.errors, measure)
+    weights = _weights(changes, sizes, errors, tried.errors, measure)
     return planned_for(weights, bits, measure)
 
 
@@ -105,20 +107,17 @@ class _Tried:
     by_format: dict[str, dict[str, Change]]
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     """The squared error of the values, relative to the weight."""
-    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Bytes of codes and scales."""
 
     def candidates_of(self, change: Change) -> dict[str, Candidate]:
-        """The weight in all formats. Its errors and sizes are noted."""
+        """The weight in all formats. Its errors are noted."""
         weight, found = values_of(weight_of(change)).detach().float(), {}
-        errors, sizes = self.errors.setdefault(change.fqn, {}), self.sizes.setdefault(change.fqn, {})
+        errors = self.errors.setdefault(change.fqn, {})
         norm = float(weight.square().sum()) or 1.0
         for format, of_format in self.by_format.items():
-            stored = _quantized(of_format[change.fqn])
+            stored = _quantized(of_format[change.fqn], values_of(weight_of(change)).detach())
             values = stored.dequantize(torch.float32)
             found[format] = Candidate(oriented(values, change.orientation), stored.recipe.activation)
             errors[format] = float((values - weight).square().sum()) / norm
-            sizes[format] = stored.nbytes
         return found
 
 
@@ -155,9 +154,19 @@ def _changes(
     return found
 
 
-def _quantized(change: Change) -> MXTensor:
+def _quantized(change: Change, values: Tensor) -> MXTensor:
     recipe = inference_recipe([module for module, _ in change.places], change.recipe)
-    return quantize_as(values_of(weight_of(change)).detach(), recipe, change.orientation)
+    return quantize_as(values, recipe, change.orientation)
+
+
+def _sizes(by_format: Mapping[str, Mapping[str, Change]]) -> dict[str, dict[str, int]]:
+    """Weight -> format -> bytes of codes and scales, which tensors without memory have too."""
+    sizes: dict[str, dict[str, int]] = {}
+    for format, of_format in by_format.items():
+        for fqn, change in of_format.items():
+            shape_only = torch.empty_like(values_of(weight_of(change)), device="meta", requires_grad=False)
+            sizes.setdefault(fqn, {})[format] = _quantized(change, shape_only).nbytes
+    return sizes
 
 
 def _weights(

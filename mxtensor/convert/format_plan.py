@@ -161,10 +161,20 @@ def planned_for(weights: Mapping[str, PlannedWeight], bits: float, measure: str)
         fqn: {format: Choice(weight.nbytes[format], error) for format, error in weight.errors.items()}
         for fqn, weight in weights.items()
     }
-    smallest = sum(min(weight.nbytes.values()) for weight in weights.values())
-    if bits * values < 8 * smallest:
+    sizes = {fqn: weight.nbytes for fqn, weight in weights.items()}
+    smallest = check_budget(bits, {fqn: weight.values for fqn, weight in weights.items()}, sizes)
+    return Plan(within(max(int(bits * values / 8), smallest), choices), weights=weights, measure=measure)
+
+
+def check_budget(bits: float, values: Mapping[str, int], sizes: Mapping[str, Mapping[str, int]]) -> int:
+    """The bytes of all weights, each in its smallest format (``sizes``: weight -> format -> bytes).
+
+    Raises ValueError if they are more than ``bits`` bits for each of their ``values``.
+    """
+    smallest, count = sum(min(row.values()) for row in sizes.values()), sum(values.values())
+    if bits * count < 8 * smallest:
         raise ValueError(
-            f"plan: bits is {bits:g}, and the smallest formats take {8 * smallest / values:.4g} bits per value; "
+            f"plan: bits is {bits:g}, and the smallest formats take {8 * smallest / count:.4g} bits per value; "
             "pass more bits, or smaller formats"
         )
-    return Plan(within(max(int(bits * values / 8), smallest), choices), weights=weights, measure=measure)
+    return smallest

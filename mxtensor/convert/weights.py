@@ -243,8 +243,8 @@ def _check_parameter(module: nn.Module, name: str, fqn: str) -> None:
         raise ValueError(f"quantize_: {fqn} has no values yet; run one batch through the lazy module first")
     if any(name == buffer for buffer, _ in module.named_buffers(recurse=False)):
         raise ValueError(
-            f"quantize_: {fqn} is a buffer, and quantize_ replaces parameters; assign it again as an nn.Parameter (with "
-            "requires_grad=False if it does not train), leave the layer out by filter_fn, or train inside "
+            f"quantize_: {fqn} is a buffer, and quantize_ replaces parameters; assign it again as an nn.Parameter "
+            "(with requires_grad=False if it does not train), leave the layer out by filter_fn, or train inside "
             "mx.autocast(recipe=...)"
         )
     if not isinstance(weight, nn.Parameter):

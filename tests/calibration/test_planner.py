@@ -191,6 +191,20 @@ class Odd(nn.Module):
         return "text"
 
 
+def test_a_budget_that_is_too_small_is_an_error_before_the_model_runs():
+    m = model()
+    m.register_forward_pre_hook(lambda module, args: pytest.fail("the model runs"))
+    with pytest.raises(ValueError, match=r"bits is 2, and the smallest formats take 4\.25 bits"):
+        mx.plan(m, batches(), 2)
+
+
+def test_sizes_are_those_of_the_quantized_weights():
+    m, formats = nn.Linear(100, 70), list(mx.FORMATS)
+    plan = mx.plan(m, [torch.randn(8, 100)], 16, formats, measure="layer")
+    wanted = {name: mx.quantize_(copy.deepcopy(m), name).weight.nbytes for name in formats}
+    assert plan.weights["weight"].nbytes == wanted and len(set(wanted.values())) > 5
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
