@@ -87,8 +87,11 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def evidence(run: Run, text: Tensor) -> str:
-    """The quantized products that ``mx.explain()`` records in one more forward and backward pass."""
-    with mx.explain() as log:
+    """The quantized products that ``mx.explain()`` records in one more forward and backward pass.
+
+    It runs eager: of compiled blocks ``explain`` records only what runs while they are compiled.
+    """
+    with mx.explain() as log, torch.compiler.set_stance("force_eager"):
         run.gradients(split(text)[0])
     counts = products_of(log)
     layers, found = len(quantized_weights(run.model)), ", ".join(f"{n} {what}" for what, n in counts.items())

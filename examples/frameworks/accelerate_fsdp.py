@@ -41,7 +41,8 @@ def accelerator(replicate: bool) -> Accelerator:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train; the result is in ``--folder``."""
-    args = parsed(__doc__ or "", argv, ("--replicate", "replicate the model instead of sharding it"))
+    replicate = ("--replicate", "replicate the model instead of sharding it")
+    args = parsed(__doc__ or "", argv, replicate, by_torchrun=True)
     engine, model = accelerator(args.replicate), llama(args.recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = DataLoader(Windows(256), SIZE.batch, shuffle=True, generator=torch.Generator().manual_seed(0))

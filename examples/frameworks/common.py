@@ -23,6 +23,7 @@ from mxtensor.core.local import local_of
 from mxtensor.recipe import Recipe
 
 from ..gpt import SIZES, load_text
+from ..ranks import started_by_torchrun
 from ..recipes import RECIPES, recipe_of
 
 STEPS: set[int] = set()
@@ -30,8 +31,11 @@ STEPS: set[int] = set()
 SIZE = replace(SIZES["tiny"], width=64)  # parts of two ranks are whole blocks
 
 
-def parsed(doc: str, argv: Sequence[str] | None, *switches: tuple[str, str]) -> argparse.Namespace:
-    """The arguments of every program, and the switches of this one, each with its help."""
+def parsed(
+    doc: str, argv: Sequence[str] | None, *switches: tuple[str, str], by_torchrun: bool = False
+) -> argparse.Namespace:
+    """The arguments of every program, and the switches of this one, each with its help. ``by_torchrun``: the program
+    needs the ranks that torchrun starts, also if there is only one."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="where checkpoints and the result go")
@@ -44,6 +48,9 @@ def parsed(doc: str, argv: Sequence[str] | None, *switches: tuple[str, str]) -> 
     for name, what in switches:
         add(name, action="store_true", help=what)
     args = parser.parse_args(argv)
+    if by_torchrun and not started_by_torchrun():
+        module = f"examples.frameworks.{Path(parser.prog).stem}"
+        parser.error(f"torchrun starts its ranks: torchrun --nproc-per-node 2 -m {module} --folder {args.folder}")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)  # runs are compared bit for bit
     args.folder.mkdir(parents=True, exist_ok=True)

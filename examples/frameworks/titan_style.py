@@ -116,7 +116,7 @@ class Trainer(Stateful):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train; the result is in ``--folder``."""
-    args = parsed(__doc__ or "", argv)
+    args = parsed(__doc__ or "", argv, by_torchrun=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with joined(device) as ranks:
         trainer, data = Trainer(args.recipe, device, ranks.world), Windows(1024)

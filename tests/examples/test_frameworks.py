@@ -99,6 +99,17 @@ def test_a_killed_run_resumes_bit_for_bit(program, device, tmp_path, request):
         assert one == two and len(one["losses"]) == STEPS and one["losses"][-1] < one["losses"][0]
 
 
+@pytest.mark.parametrize(("name", "package"), [("titan_style", "torch"), ("accelerate_fsdp", "accelerate")])
+def test_a_program_that_needs_torchrun_says_so(name, package, tmp_path, monkeypatch, capsys):
+    pytest.importorskip(package)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"examples.frameworks.{name}").main(["--folder", str(tmp_path / "run")])
+    command = f"torchrun --nproc-per-node 2 -m examples.frameworks.{name} --folder {tmp_path / 'run'}"
+    assert command in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 @pytest.mark.parametrize("recipe", ["float8-delayed", "mxfp8"])

@@ -1,5 +1,6 @@
 """The training example learns, stops, continues bit for bit, and reports what ran."""
 
+import re
 import shutil
 from dataclasses import replace
 
@@ -248,7 +249,9 @@ def test_compiled_blocks_train_as_eager_ones(main, capsys):
     found = []
     for options in ((), ("--compile",)):
         main("--steps", 5, *options)
-        found.append(float(row(capsys.readouterr().out, "mxfp8")[2]))
+        out = capsys.readouterr().out
+        found.append(float(row(out, "mxfp8")[2]))
+        assert re.search(r"4 quantized layers: 4 fprop by \w+, 4 dgrad by \w+, 4 wgrad by", out)
     assert found[0] == pytest.approx(found[1], abs=0.01)
 
 
