@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--batch-size", type=int, default=8, metavar="N", help="sequences at once (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write lm-eval's results")
     args = parser.parse_args(argv)
+    if not Path(args.model, "config.json").is_file():
+        parser.error(f"{args.model} is not the folder of a model: it has no config.json")
     if set(args.tasks) == {OURS}:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before datasets is imported
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")

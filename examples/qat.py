@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import mxtensor as mx
 from benchmarks import calibration, harness
 from examples import distill, qat_text, smollm2
-from examples.minilm import columns
+from examples.minilm import columns, config_name
 from mxtensor.numerics.formats import E8M0
 from mxtensor.report import quality
 
@@ -128,12 +128,25 @@ def evaluation_rows(args: argparse.Namespace, tokenizer: Any) -> dict[str, Tenso
     return rows
 
 
+def existing(path: str) -> Path:
+    """A file or a folder that exists, as an argument of a program."""
+    if not Path(path).exists():
+        raise argparse.ArgumentTypeError(f"there is no file or folder {path}")
+    return Path(path)
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
     made = argparse.ArgumentParser(prog="python -m examples.qat", description=(__doc__ or "").partition("\n")[0])
     add = made.add_argument
-    add("--model", type=Path, help="a GGUF file, or a folder of transformers (SmolLM2)")
-    add("--format", default="mxfp4-weight-only", help="what quantize_ takes (%(default)s)")
+    add("--model", type=existing, help="a GGUF file, or a folder of transformers (SmolLM2)")
+    add(
+        "--format",
+        type=config_name,
+        default="mxfp4-weight-only",
+        metavar="NAME",
+        help="what quantize_ takes (%(default)s)",
+    )
     add("--minutes", type=float, default=20.0, help="of training, on --threads cores (20)")
     add("--device", default="cpu", help="cpu or cuda (cpu)")
     add("--threads", type=int, default=2, help="of the CPU (2)")

@@ -32,6 +32,12 @@ def test_wrong_calls(arguments, capsys):
     assert end.value.code == 2
 
 
+def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        harness.main([str(tmp_path)])
+    assert f"{tmp_path} is not the folder of a model: it has no config.json" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not (find_spec("lm_eval") and find_spec("datasets")), reason="lm-eval is not installed")
 def test_a_run_without_a_network(tmp_path):

@@ -16,6 +16,17 @@ from examples.minilm import SENTENCES, load_sentences
 from tests.examples.small_llm import Bytes, small_llm
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--format", "mxfp7"], "unknown format 'mxfp7'"), (["--model", "nowhere"], "there is no file or folder nowhere")],
+)
+def test_mistakes_are_named_before_anything_is_loaded(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(smollm2, "load_model", lambda *args: pytest.fail("the model is loaded"))
+    with pytest.raises(SystemExit):
+        qat.main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_no_text_both_trains_and_is_measured():
     assert not set(qat_text.MODULES) & set(calibration.EVALUATION) and len(set(qat_text.MODULES)) == len(
         qat_text.MODULES
