@@ -249,6 +249,19 @@ def test_a_compiled_write_is_the_eager_one(function, format, orientation):
     assert torch.equal(view.dequantize(), w[:, 3].dequantize())
 
 
+@pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda w: w.view(w.shape), lambda w: w.t().t()])
+def test_a_write_to_all_values_reaches_the_copy_after_the_hadamard_transform(alias):
+    """``detach`` has this copy, and a view has not."""
+    w = mx.NVFP4Quantizer(with_rht=True)(torch.randn(64, 96).bfloat16())
+    twin = w.clone()
+    part = alias(w)
+    part.copy_(part * 1.5)
+    twin.copy_(twin * 1.5)
+    rotated, expected = w._rotated.operand, twin._rotated.operand
+    assert torch.equal(rotated.data, expected.data) and torch.equal(rotated.scale, expected.scale)
+    assert torch.equal(w.dequantize(), twin.dequantize())
+
+
 @pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda w: w.view(w.shape)], ids=["detach", "view"])
 @pytest.mark.parametrize(("format", "orientation"), [("mxfp8", "rowwise"), ("mxfp8", "both"), ("nvfp4", "both")])
 def test_a_graph_writes_an_alias_of_the_whole_tensor(format, orientation, alias):
