@@ -290,3 +290,16 @@ def test_codes_are_not_sent_where_other_ranks_wait_for_values():
         NotImplementedError, match=r"first\.weight is an MXTensor .* set cpu_ram_efficient_loading=False"
     ):
         fsdp2_load_full_state_dict(None, model, model.state_dict())
+
+
+def test_a_state_of_codes_is_saved_without_safetensors(tmp_path):
+    model, expected = quantized(FORMAT), quantized(FORMAT)(IDS)
+    engine = accelerate.Accelerator(cpu=True)
+    prepared = engine.prepare(model)
+    with pytest.raises(TypeError, match="safetensors cannot save it"):
+        engine.save_state(str(tmp_path / "default"))
+    engine.save_state(str(tmp_path / "state"), safe_serialization=False)
+    with torch.no_grad():
+        model.second.weight.zero_()
+    engine.load_state(str(tmp_path / "state"))
+    assert isinstance(model.second.weight, mx.MXTensor) and torch.equal(prepared(IDS), expected)

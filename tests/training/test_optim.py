@@ -536,3 +536,26 @@ def test_a_state_that_does_not_fit_changes_nothing():
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict({**other.state_dict(), "param_groups": []})
     assert torch.equal(master_of(optimizer), before)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:OptimState.* does not implement _stable_hash:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("masters", [False, True])
+def test_torchao_optimizers_train_quantized_weights(masters):
+    """Their compiled step writes ``p.detach()``."""
+    optimizers = pytest.importorskip("torchao.optim")
+    with mx.quantized_model_init(recipe=mx.recipe.MXFP8BlockScaling(), preserve_high_precision_init_val=masters):
+        layer = mx.nn.Linear(128, 64)
+    x, target = torch.randn(32, 128), torch.randn(32, 64)
+    make = mx.optim.MasterWeights if masters else lambda kind, *args, **options: kind(*args, **options)
+    optimizer, losses = make(optimizers.AdamW8bit, layer.parameters(), lr=1e-2), []
+    for _ in range(8):
+        loss = (layer(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    columnwise = layer.weight.t().dequantize().t()  # both copies are written
+    assert (columnwise - layer.weight.dequantize()).norm() < 0.1 * columnwise.norm()
