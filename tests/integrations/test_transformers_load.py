@@ -74,10 +74,10 @@ def test_a_loaded_model_is_pickled(experts, way, tmp_path):
     if way == "loaded codes":
         model.save_pretrained(tmp_path / "codes")
         model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "codes")
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(logits(again), logits(model))
-    again.save_pretrained(tmp_path / "again")
-    assert torch.equal(logits(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits(model))
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "loaded")
+    assert torch.equal(logits(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "loaded")), logits(model))
 
 
 @pytest.mark.parametrize("experts", ["mixtral"], indirect=True)
