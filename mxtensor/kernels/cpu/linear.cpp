@@ -25,8 +25,9 @@
 #include "linear_no_tiles.h"
 #endif
 
-#if defined(__AVX512VBMI__) && defined(__AVX512VNNI__) && !defined(__AMX_BF16__)
-#include "linear_avx512_panels.h"
+#if defined(__AVX512VBMI__) && defined(__AVX512VNNI__) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#include "linear_avx512_bfloat16_panels.h"
+#include "linear_avx512_integer_panels.h"
 #else
 #include "linear_no_panels.h"
 #endif
@@ -69,10 +70,14 @@ void mx_linear_pack(Problem* p, int exactly, int64_t first, int64_t end) {
       const bool tiles = !exactly && takes_tiles(*p);
       if (tiles) p->mode = IN_TILES;
       if constexpr (takes_integers<D>())
-        if (!exactly && !tiles && takes_panels(*p)) {
-          p->mode = pack_panels<D>(*p, first, end) ? IN_PANELS : IN_DOUBLE;
+        if (!exactly && !tiles && takes_integer_panels(*p)) {
+          p->mode = pack_integer_panels<D>(*p, first, end) ? IN_INTEGER_PANELS : IN_DOUBLE;
           return;
         }
+      if (!exactly && !tiles && takes_bfloat16_panels(*p)) {
+        p->mode = pack_bfloat16_panels<D>(*p, first, end) ? IN_BFLOAT16_PANELS : IN_DOUBLE;
+        return;
+      }
       if (!exactly && !tiles && pack_as_integers<D>(*p, first, end)) {
         p->mode = IN_INTEGERS;
         return;
@@ -105,7 +110,8 @@ void mx_linear_rows(const Problem* p, int64_t first, int64_t end) {
     with_decoder(p->element, [&](auto* decoder) {
       using D = std::remove_pointer_t<decltype(decoder)>;
       if constexpr (takes_integers<D>())
-        if (p->mode == IN_PANELS) return rows_by_panels<D>(*p, first, end);
+        if (p->mode == IN_INTEGER_PANELS) return rows_by_panels<IntegerPanels<D>, D>(*p, first, end);
+      if (p->mode == IN_BFLOAT16_PANELS) return rows_by_panels<BFloat16Panels<D>, D>(*p, first, end);
       if (p->mode == IN_TILES) rows_by_tiles<D>(*p, first, end);
       else linear_rows<D>(*p, first, end);
     });

@@ -45,6 +45,7 @@ inline __mmask64 first_bytes(int64_t n) { return n >= 64 ? ~0ull : (1ull << n) -
 struct OfBytes {
   static constexpr bool TAKES_BFLOAT16 = HAS_BFLOAT16;
   static constexpr int STEP = 64, VECTORS = 2;
+  static Bits spread(Bits codes) { return codes; }  // so that no byte has bits of a code of another byte
   static int code(int vector, int lane, int half) { return lane / 4 * 16 + vector * 8 + lane % 4 * 2 + half; }
   static void join(Bits low, Bits high, Bits* w) {
     w[0] = _mm512_unpacklo_epi8(low, high), w[1] = _mm512_unpackhi_epi8(low, high);
@@ -59,7 +60,8 @@ template <int ELEMENT> struct Decoder : OfBytes {  // e4m3, e5m2: a table of 128
     low0 = _mm512_load_si512(t.low), low1 = _mm512_load_si512(t.low + 64);
     high0 = _mm512_load_si512(t.high), high1 = _mm512_load_si512(t.high + 64);
   }
-  void operator()(Bits codes, Bits* w) const {
+  void operator()(Bits codes, Bits* w) const { values(codes, w); }
+  void values(Bits codes, Bits* w) const {
     const Bits low = _mm512_permutex2var_epi8(low0, codes, low1);
     const Bits high = _mm512_permutex2var_epi8(high0, codes, high1);
     join(low, _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(char(0x80)), 0xF8), w);  // high | codes & 0x80
@@ -74,7 +76,8 @@ template <> struct Decoder<INT8_ID> : OfBytes {  // a table of 128 magnitudes; -
     low0 = _mm512_load_si512(t.low), low1 = _mm512_load_si512(t.low + 64);
     high0 = _mm512_load_si512(t.high), high1 = _mm512_load_si512(t.high + 64);
   }
-  void operator()(Bits codes, Bits* w) const {
+  void operator()(Bits codes, Bits* w) const { values(codes, w); }
+  void values(Bits codes, Bits* w) const {
     const Bits magnitude = _mm512_abs_epi8(codes);
     const Bits low = _mm512_permutex2var_epi8(low0, magnitude, low1);
     Bits high = _mm512_permutex2var_epi8(high0, magnitude, high1);
@@ -104,9 +107,10 @@ template <int ELEMENT> struct SixBits : OfBytes {
     const ByteTables& t = byte_tables<ELEMENT, 64>();
     low = _mm512_load_si512(t.low), high = _mm512_load_si512(t.high);
   }
-  void operator()(Bits codes, Bits* w) const {  // a permute looks at the low six bits of a byte only
-    const Bits c = bytes(codes);
-    join(_mm512_permutexvar_epi8(c, low), _mm512_permutexvar_epi8(c, high), w);
+  Bits spread(Bits codes) const { return bytes(codes); }
+  void operator()(Bits codes, Bits* w) const { values(bytes(codes), w); }
+  void values(Bits spread, Bits* w) const {  // a permute looks at the low six bits of a byte only
+    join(_mm512_permutexvar_epi8(spread, low), _mm512_permutexvar_epi8(spread, high), w);
   }
 };
 template <> struct Decoder<E3M2_ID> : SixBits<E3M2_ID> {};
@@ -122,7 +126,9 @@ template <> struct Decoder<E2M1_ID> {  // 128 codes, four in each 16 bits: one p
     table = _mm512_load_si512(t);
   }
   static int code(int vector, int lane, int half) { return lane * 8 + half * 4 + vector; }
-  void operator()(Bits codes, Bits* w) const {
+  static Bits spread(Bits codes) { return codes; }
+  void operator()(Bits codes, Bits* w) const { values(codes, w); }
+  void values(Bits codes, Bits* w) const {
     w[0] = _mm512_permutexvar_epi16(codes, table);
     w[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
     w[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);

@@ -14,7 +14,6 @@ template <int ELEMENT> struct Integers;
 
 template <> struct Integers<INT8_ID> : OfBytes {
   static constexpr int VECTORS = 1, BYTES = 64, OFFSET = 128;
-  Bits spread(Bits codes) const { return codes; }
   void operator()(Bits spread, Bits* w) const { w[0] = _mm512_xor_si512(spread, _mm512_set1_epi8(char(0x80))); }
   static void arrange(const int8_t* x, Bits* out) { out[0] = _mm512_loadu_si512(x); }
 };

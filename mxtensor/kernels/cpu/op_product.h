@@ -35,12 +35,17 @@ char* scratch(int64_t bytes) {
   return memory.get();
 }
 
+// Whether each code is decoded once for all rows of x, which all threads pack.
+bool takes_all_rows(const Problem& p) {
+  return p.mode == IN_TILES || p.mode == IN_INTEGER_PANELS || p.mode == IN_BFLOAT16_PANELS;
+}
+
 // Packs x for products with codes and chooses their mode: in tiles and for panels by all threads, 16 rows at a time. The memory,
 // unless the thread saves it.
 Tensor pack_x(Problem& p, const at::TensorOptions& options) {
   const int64_t row = functions.packed_row(&p), tiles = ceil_div(p.m, 16), bytes = row * tiles * 32;
   functions.pack(&p, false, 0, 0);
-  if (p.mode != IN_TILES && p.mode != IN_PANELS) {
+  if (!takes_all_rows(p)) {
     p.packed = scratch(row * p.m * 4);
     functions.pack(&p, false, 0, p.m);
     return Tensor();
@@ -86,7 +91,7 @@ bool in_bfloat16(Problem& p, bool exactly) {
 // of a step.
 int64_t few_rows(Problem& p) {
   if (in_bfloat16(p, false)) return FEW_ROWS;
-  if (p.mode == IN_TILES || p.mode == IN_PANELS) return std::max(p.m, FEW_ROWS);
+  if (takes_all_rows(p)) return std::max(p.m, FEW_ROWS);
   return functions.packed_row(&p) * 8 > p.k * 9 ? FEW_FLOAT_ROWS / 2 : FEW_FLOAT_ROWS;
 }
 

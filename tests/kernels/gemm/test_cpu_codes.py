@@ -21,6 +21,11 @@ from mxtensor.numerics.reference import decode_local, encode
 
 BLOCKS = ["mxfp8[1x64]", "mxfp4[32x32]", "mxfp6[1x16]", "mxint8[1x128]", "mxfp4[1x128]"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [
+    (1, 5, 32), (2, 33, 576), (3, 70, 70), (7, 31, 200), (13, 65, 513), (32, 40, 96), (49, 37, 200), (61, 20, 9000),
+]  # fmt: skip
+"""Rows of x, rows of w, values. With 20 to 1,024 rows of bfloat16 codes are brought into panels, some thousand values of a
+row at a time, where the processor has products of bfloat16."""
 EPS = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
@@ -47,7 +52,7 @@ def product(x, w, dtype=None, bias=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 5, 32), (2, 33, 576), (3, 70, 70), (7, 31, 200), (13, 65, 513), (32, 40, 96)])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
 def test_every_format_is_multiplied_as_the_definition_says(name, shape, dtype):
     m, n, k = shape
@@ -75,10 +80,12 @@ def test_large_weights_are_multiplied_in_several_slabs(dtype):
         assert_product(product(x[:rows], w, bias=bias), x[:rows].double(), exact(w), bias)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("rows", range(1, 70))
-def test_every_number_of_rows(rows):
-    w, x = mx.quantize(torch.randn(17, 96), "mxfp4").rowwise, torch.randn(rows, 96)
-    assert_product(product(x, w), x.double(), exact(w))
+def test_every_number_of_rows(rows, dtype):
+    for name in ("mxfp4", "mxfp8"):
+        w, x = mx.quantize(torch.randn(17, 96), name).rowwise, torch.randn(rows, 96).to(dtype)
+        assert_product(product(x, w), x.double(), exact(w))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
@@ -124,9 +131,9 @@ def test_every_code_with_every_scale(name, dtype):
     k = w.shape[1]
     x = torch.eye(k, dtype=dtype)
     want = exact(w)
-    for start in range(0, k, 32):  # few rows: decoded in registers
-        out = product(x[start : start + 32], w, torch.float32).double()
-        values = want.t()[start : start + 32]
+    for start, rows in [*((start, 16) for start in range(0, k, 16)), (0, 32), (0, k)]:  # in registers; in panels
+        out = product(x[start : start + rows], w, torch.float32).double()
+        values = want.t()[start : start + rows]
         # An infinity or NaN of a row meets the zeros of x: every product of that row is NaN.
         usual = want.isfinite().all(1).expand_as(values)
         rounded = values.float().double()
@@ -138,7 +145,7 @@ UNUSUAL = {"nvfp4": (0, 1, 0x7E, 0x7F, 0x81), "e8m0": (0, 1, 200, 226, 227, 230,
 """Scale bytes of some rows: zeros, the smallest, the last that need no care, the first that do, NaN, a negative one."""
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 33, 50])
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "mxfp4[1x16]"])
 def test_unusual_scales_among_usual_ones(name, rows):
     """Four rows of w are multiplied together only if none needs care; the last four are not read past the end."""
@@ -153,15 +160,16 @@ def test_unusual_scales_among_usual_ones(name, rows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_extreme_activations(dtype):
+@pytest.mark.parametrize("rows", [3, 40])
+def test_extreme_activations(rows, dtype):
     w = mx.quantize(torch.randn(9, 96), "mxfp8").rowwise
     for scale in (1e-38, 1e-30, 1e30, 1e36):
-        x = (torch.randn(3, 96) * scale).to(dtype)
+        x = (torch.randn(rows, 96) * scale).to(dtype)
         assert_product(product(x, w, torch.float32), x.double(), exact(w))
-    x = torch.randn(3, 96).to(dtype)
+    x = torch.randn(rows, 96).to(dtype)
     x[0, 0], x[1, 5] = float("inf"), float("nan")
     out = product(x, w)
-    assert out[2].isfinite().all() and not out[:2].isfinite().any()
+    assert out[2:].isfinite().all() and not out[:2].isfinite().any()
 
 
 def test_results_do_not_depend_on_threads():

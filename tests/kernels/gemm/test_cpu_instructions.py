@@ -32,7 +32,7 @@ for i, name in enumerate(t.CASTS):
 for name in t.ELEMENTS:
     for weights in t.ELEMENTS:
         t.test_every_code_times_every_code_is_exact(name, weights, 2)
-        t.test_integers_with_scales_of_any_size(name, weights, -60)
+        t.test_integers_with_scales_of_any_size(name, weights, -60, 3)
 """
 
 
