@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from ..core.compat_generated import Code, compiled_by_inductor, forgetter, hook_compiled_graphs
 from ..kernels.runtime import cpu_graph
+from .cpu_integers import taken_out
 from .cpu_recording import Arguments, Recording, is_plain, picker, same
 
 COPIED_BYTES = 1 << 20
@@ -172,18 +173,20 @@ def _install() -> bool:
     return hook_compiled_graphs(_wrapped)
 
 
-def backend(graphs: list[CpuGraph]) -> Callable[..., CpuGraph]:
+def backend(graphs: list[CpuGraph]) -> Callable[..., Any]:
     """A backend of ``torch.compile``: Inductor, whose graphs become CPU graphs, which ``graphs`` gets."""
     _install()
 
-    def recorded_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> CpuGraph:
+    def recorded_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         graph = CpuGraph(graphs)
+        inputs = list(inputs)
+        integers = taken_out(module, inputs)
         token = _compiling.set(graph)
         try:
             graph.compiled, graph.forget_inputs = compiled_by_inductor(module, inputs), forgetter(module)
         finally:
             _compiling.reset(token)
         graphs.append(graph)
-        return graph
+        return graph if integers is None else partial(integers.run, graph)
 
     return recorded_inductor

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -56,17 +55,6 @@ def run_rules_uncompiled(kind: type[torch.Tensor]) -> None:
     ``strict`` in them, ask without end for attributes such as ``mT``, whose rule reads the attribute, and compile a
     rule anew for each shape; and it cannot trace that attributes of a user are set on a copy."""
     run_uncompiled(kind.__torch_dispatch__, kind.__torch_function__, kind.__deepcopy__)
-
-
-def compiled_alone(function: Any, **options: Any) -> Function:
-    """``torch.compile(function, fullgraph=True, **options)`` with graphs that no other call of this takes.
-
-    Dynamo looks for a graph by the code that it compiled. Where guards are skipped, another model of the same class
-    would get this one's graph. torch 2.13 has ``torch.compile(isolate_recompiles=True)`` for this, torch 2.11 nothing.
-    """
-    code = function.__code__.replace()
-    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    return torch.compile(own, fullgraph=True, **options)
 
 
 def let_dynamo_intercept(function: Function) -> bool:

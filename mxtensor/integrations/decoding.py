@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -13,10 +15,13 @@ import torch
 from ..compile.cpu_graphs import CpuGraph, ReplacedError, backend
 from ..compile.cpu_recording import joined, same
 from ..core.arguments import described
-from ..core.compat_compile import compiled_alone
+from ..core.compat_dynamo import compiled_alone, compiler_errors, exceeds_limit, traced_as_symbols
 from .module_attributes import attributes_of
 
 ModelT = TypeVar("ModelT", bound=Any)
+Step = Callable[[Callable[..., Any], Mapping[str, Any]], Any]
+COUNT = r".*\.cumulative_length_int$"
+"""What Dynamo calls the count of tokens, in Python, of a static layer with a sliding window. It changes in each step."""
 MOST_STATES = 8
 """For so many different attributes of the modules, such as adapters in use, a model has compiled steps at a time."""
 
@@ -60,37 +65,52 @@ def _step(forward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
 class Decoding:
     """The ``forward`` of one model: compiled for steps of one token, otherwise the model's own.
 
-    ``own``: a forward that the model had as an attribute; None is that of its class.
+    ``own``: a forward that the model had as an attribute; None is that of its class. Steps of several threads wait for
+    each other: they share the memory of recordings.
     """
 
     def __init__(self, model: Any, own: Callable[..., Any] | None = None) -> None:
         self.model, self.own = model, own
+        self._lock = threading.RLock()
+        self._step_of: weakref.WeakKeyDictionary[Any, Step | None] = weakref.WeakKeyDictionary()
         self._forget()
 
     def _forget(self) -> None:
         """Forget the compiled steps; the next one is compiled."""
         self.graphs: list[CpuGraph] = []
-        self._steps: list[tuple[list[Any], Callable[..., Any]]] = []  # for the attributes beside it
-        self._step: Callable[..., Any] = _step
+        self._steps: list[tuple[list[Any], Step]] = []  # for the attributes beside it
         self._modules: tuple[list[dict[str, Any]], list[Any]] = ([], [])
         self._names: list[str] = []
-        self._expect_changes()
+        for cache in list(self._step_of):
+            self._step_of[cache] = None  # that of the attributes of the next step
 
-    def _expect_changes(self) -> None:
-        """Compare the attributes of the modules before the next step."""
-        self._cache: Callable[[], Any] = lambda: None  # that of the step before
-
-    def _choose_step(self) -> None:
-        """The next step is the one that was compiled for the attributes of now, or a new one."""
+    def _chosen_step(self) -> Step:
+        """The step that was compiled for the attributes of now, or a new one."""
         attributes = attributes_of(self.model)
-        found = [step for known, step in self._steps if known == attributes]
-        if not found:
-            if len(self._steps) == MOST_STATES:
-                self._forget()
-            skip = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-            found = [compiled_alone(_step, backend=backend(self.graphs), options={"guard_filter_fn": skip})]
-            self._steps.append((attributes, found[0]))
-        self._step = found[0]
+        for known, step in self._steps:
+            if known == attributes:
+                return step
+        if len(self._steps) == MOST_STATES:
+            self._forget()
+        skip = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+        step = compiled_alone(_step, backend=backend(self.graphs), options={"guard_filter_fn": skip})
+        self._steps.append((attributes, step))
+        return step
+
+    def _give_up(self, step: Step, cache: Any, error: Exception) -> None:
+        """The steps with this cache stay eager, and if torch can compile none, all those with these attributes."""
+        self._step_of[cache] = _step
+        name, why = type(self.model).__name__, next(iter(str(error).splitlines()), type(error).__name__)
+        if exceeds_limit(error):
+            message = (
+                f"compile_decoding: {name} has as many graphs as torch.compile allows; steps of more batch sizes and "
+                "sizes of the cache stay eager. Give all calls of generate one max_cache_len, or raise the limit "
+                f"({why})"
+            )
+        else:
+            self._steps = [(attributes, _step if known is step else known) for attributes, known in self._steps]
+            message = f"compile_decoding: torch cannot compile a step of {name}; its steps stay eager ({why})"
+        warnings.warn(message, stacklevel=4)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -104,27 +124,39 @@ class Decoding:
         eager = self._eager()
         if torch.compiler.is_compiling():
             return eager(*args, **kwargs)
-        if args or torch.is_grad_enabled() or not _is_step(kwargs):
-            self._expect_changes()
+        cache = _fixed_cache(kwargs)
+        if cache is None or args or torch.is_grad_enabled():
             return eager(*args, **kwargs)
+        with self._lock:
+            if _is_step(kwargs) and cache in self._step_of:
+                return self._compiled(eager, cache, kwargs)
+            self._step_of[cache] = None  # a prompt, also one of a single token
+        return eager(*args, **kwargs)
+
+    def _compiled(self, eager: Callable[..., Any], cache: Any, kwargs: dict[str, Any]) -> Any:
         modules, found = self._modules
         if not same(joined(map(dict.values, modules)), found):
             self._forget()
-        if self._cache() is not (cache := kwargs["past_key_values"]):
-            self._choose_step()
-            self._cache = weakref.ref(cache)
         if not self._modules[0]:
             dicts = _dicts(self.model, "_modules")
             self._modules, self._names = (dicts, joined(map(dict.values, dicts))), self._parameter_names()
+        step = self._step_of[cache]
         try:
-            return self._step(eager, kwargs)
+            if step is not None:
+                return step(eager, kwargs)
+            self._step_of[cache] = step = self._chosen_step()
+            with traced_as_symbols(COUNT):
+                return step(eager, kwargs)
         except (KeyError, AttributeError):
             if self._parameter_names() == self._names:  # otherwise the compiled step misses one
                 raise
         except ReplacedError:
             pass
+        except compiler_errors() as error:  # before the step has changed anything
+            self._give_up(step, cache, error)
+            return eager(**kwargs)
         self._forget()
-        return self(**kwargs)
+        return self._compiled(eager, cache, kwargs)
 
     def _parameter_names(self) -> list[str]:
         return joined(_dicts(self.model, "_parameters"))
@@ -142,13 +174,15 @@ def _dicts(model: Any, kind: str) -> list[dict[str, Any]]:
 
 
 def _is_step(given: Mapping[str, Any]) -> bool:
-    """Whether these arguments decode one token of each sequence on a CPU, with a cache of tensors of fixed size."""
+    """Whether these arguments decode one token of each sequence on a CPU."""
+    ids = given["decoder_input_ids"] if given.get("decoder_input_ids") is not None else given.get("input_ids")
+    return ids is not None and bool(ids.shape[1] == 1) and bool(ids.device.type == "cpu")
+
+
+def _fixed_cache(given: Mapping[str, Any]) -> Any:
+    """The cache among these arguments if its tensors have a fixed size, else None."""
     from transformers import DynamicCache, EncoderDecoderCache
 
-    ids = given["decoder_input_ids"] if given.get("decoder_input_ids") is not None else given.get("input_ids")
-    if ids is None or ids.shape[1] != 1 or ids.device.type != "cpu":
-        return False
-    cache = given.get("past_key_values")
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    return bool(getattr(cache, "is_compileable", False)) and type(cache) is not DynamicCache
+    cache = given["cache_params"] if "cache_params" in given else given.get("past_key_values")  # of state spaces
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return cache if getattr(own, "is_compileable", False) and type(own) is not DynamicCache else None

@@ -27,7 +27,8 @@ from mxtensor.core.when_imported import install_pending
 from mxtensor.ops import convert
 
 PACKAGE = Path(mxtensor.__file__).parent
-COMPAT = ("core/compat.py", "core/compat_hooks.py", "core/compat_compile.py", "core/compat_generated.py")
+NAMES = ("compat", "compat_hooks", "compat_compile", "compat_dynamo", "compat_generated")
+COMPAT = tuple(f"core/{name}.py" for name in NAMES)
 SOURCES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 OUTSIDE = {name: tree for name, tree in SOURCES.items() if name not in COMPAT}
 PRODUCTS = {"torch._scaled_mm", "torch._grouped_mm", "torch._scaled_grouped_mm"}

@@ -452,7 +452,7 @@ FAULTS = (
     Fault("the mean of keys has the sink", "integrations/kv_storage.py",
           "whole[:, :, 1:].mean(2", "whole.mean(2",
           "integrations/test_kv_cache.py"),
-    Fault("models share compiled steps", "core/compat_compile.py",
+    Fault("models share compiled steps", "core/compat_dynamo.py",
           "return torch.compile(own, fullgraph=True, **options)",
           "return torch.compile(function, fullgraph=True, **options)",
           "integrations/test_compile_decoding.py"),

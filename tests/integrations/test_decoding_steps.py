@@ -1,0 +1,115 @@
+"""``mx.compile_decoding``: which calls of a model are compiled steps, which stay eager, and that threads may share one."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+import mxtensor as mx
+from tests.helpers import tiny_models
+from tests.integrations.test_compile_decoding import fresh, graphs, llama, prompt, tokens, uncompiled  # noqa: F401
+from tests.integrations.test_decoding_families import STEPS, generated
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+
+def replays(model):
+    return sum(graph.runs for graph in model.forward.graphs)
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_steps_of_a_sliding_window_are_replayed_before_and_after_it_is_full(batch):
+    """One graph until the window is full, and one for later steps; the counts that they change are no part of them."""
+    model, before = mx.quantize_(tiny_models.made("Gemma3Text"), "mxfp8-weight-only"), graphs()
+    wanted = [generated(model, batch, length) for length in (7, 20, 3)]
+    mx.compile_decoding(model)
+    for want, length in zip(wanted, (7, 20, 3), strict=True):
+        assert torch.equal(generated(model, batch, length), want)
+    assert graphs() == before + 2
+    for want, length in zip(wanted, (7, 20, 3), strict=True):
+        runs = replays(model)
+        assert torch.equal(generated(model, batch, length), want)
+        assert replays(model) - runs >= STEPS - 3  # a recording for each graph and cache
+    assert graphs() == before + 2
+
+
+@pytest.mark.exhaustive
+def test_steps_without_a_mask_and_positions_compute_these_with_counts():
+    """``generate`` passes both; the model computes them of the count of the first layer, which has a window."""
+    model = mx.quantize_(tiny_models.made("Gemma3Text"), "mxfp8-weight-only")
+    reference = uncompiled(model)
+    mx.compile_decoding(model)
+    for length in (3, 20):
+        found = []
+        for one in (reference, model):
+            cache = transformers.StaticCache(config=one.config, max_cache_len=64)
+            with torch.no_grad():
+                logits = [one(input_ids=prompt(1, length), past_key_values=cache).logits[:, -1:]]
+                for _ in range(25):
+                    ids = logits[-1].argmax(-1)
+                    logits.append(one(input_ids=ids, past_key_values=cache).logits)
+            assert cache.layers[0].cumulative_length_int == length + 25
+            found.append(torch.cat(logits, 1))
+        torch.testing.assert_close(*found)
+        assert torch.equal(found[0].argmax(-1), found[1].argmax(-1))
+    assert len(model.forward.graphs) <= 4 and replays(model) > 30
+
+
+def test_a_prompt_of_one_token_is_not_a_step():
+    model, before = mx.compile_decoding(llama()), graphs()
+    for length in (1, 4, 1):
+        assert torch.equal(tokens(model, prompt(1, length)), tokens(uncompiled(model), prompt(1, length)))
+    assert graphs() == before + 1 and model.forward.graphs[0].refusal is None
+
+
+def test_sizes_for_which_torch_makes_no_more_graphs_stay_eager():
+    model = mx.compile_decoding(llama())
+    want = [tokens(uncompiled(model), prompt(batch, 5)) for batch in (1, 2)]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert torch.equal(tokens(model, prompt(1, 5)), want[0])
+        with pytest.warns(UserWarning, match="LlamaForCausalLM has as many graphs as .* one max_cache_len"):
+            assert torch.equal(tokens(model, prompt(2, 5)), want[1])
+        before = replays(model)
+        assert torch.equal(tokens(model, prompt(1, 5)), want[0])
+    assert len(model.forward.graphs) == 1 and replays(model) > before
+
+
+def test_a_model_that_torch_cannot_compile_stays_eager():
+    model, called = llama(), []
+    model.model.norm.register_forward_pre_hook(lambda module, given: called.append(torch._dynamo.graph_break()))
+    want = tokens(model, prompt(1, 5))
+    mx.compile_decoding(model)
+    with pytest.warns(UserWarning, match="cannot compile a step of LlamaForCausalLM; its steps stay eager"):
+        assert torch.equal(tokens(model, prompt(1, 5)), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(tokens(model, prompt(1, 5)), want)
+    assert not model.forward.graphs
+
+
+@pytest.mark.exhaustive(quick=1)
+@pytest.mark.parametrize("shared", [True, False], ids=["one model", "two models"])
+def test_threads_have_the_tokens_of_their_own_prompts(shared):
+    models = [llama()] * 2 if shared else [llama(), llama(seed=3)]
+    prompts = [prompt(1, 5), prompt(1, 9)]
+    wanted = [tokens(model, ids) for model, ids in zip(models, prompts, strict=True)]
+    for model in set(models):
+        mx.compile_decoding(model)
+    failed, start = [], threading.Barrier(2)
+
+    def decode(number):
+        start.wait()
+        for _ in range(6):
+            try:
+                if not torch.equal(tokens(models[number], prompts[number]), wanted[number]):
+                    failed.append(number)
+            except Exception as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and all(len(model.forward.graphs) == 1 for model in models)
