@@ -101,7 +101,9 @@ class _Users:
     def _add(self, node: fx.Node) -> None:
         if node.op == "output":
             (results,) = node.args
-            self.known &= isinstance(results, (list, tuple)) and all(isinstance(r, fx.Node) or r is None for r in results)
+            self.known &= isinstance(results, (list, tuple)) and all(
+                isinstance(r, (fx.Node, type(None))) for r in results
+            )
         elif isinstance(_value(node), (int, torch.SymInt)) and all(n in self.computed for n in node.all_input_nodes):
             self.computed[node] = None
         elif _is_arithmetic(node):
@@ -128,7 +130,8 @@ class _Users:
 
     def _function(self, *wanted: list[fx.Node]) -> Callable[..., Any]:
         """Computes these integers of those of the caller."""
-        graph, copies = fx.Graph(), {}
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
         for node in self.computed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple([copies[node] for node in nodes] for nodes in wanted))

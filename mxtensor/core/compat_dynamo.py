@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from itertools import count
 from threading import RLock
 from types import FunctionType
 from typing import Any
@@ -22,11 +23,16 @@ def compiled_alone(function: Any, **options: Any) -> Function:
     """``torch.compile(function, fullgraph=True, **options)`` with graphs that no other call of this takes.
 
     Dynamo looks for a graph by the code that it compiled. Where guards are skipped, another model of the same class
-    would get this one's graph. torch 2.13 has ``torch.compile(isolate_recompiles=True)`` for this, torch 2.11 nothing.
+    would get this one's graph. By the name of the code it notes which sizes differ from call to call, and compiles for
+    any: those of another model would count. torch 2.13 has ``torch.compile(isolate_recompiles=True)`` for the graphs,
+    torch 2.11 nothing.
     """
-    code = function.__code__.replace()
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     return torch.compile(own, fullgraph=True, **options)
+
+
+_numbers = count()
 
 
 @cache
@@ -35,8 +41,8 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
     No public name tells these from errors of the function. Missing: they are raised as others are.
     """
-    names = ("Unsupported", "BackendCompilerFailed", "InternalTorchDynamoError", "TorchRuntimeError", "UserError", _LIMIT)
-    found = (getattr(import_module("torch._dynamo.exc"), name, None) for name in names)
+    names = "Unsupported", "BackendCompilerFailed", "InternalTorchDynamoError", "TorchRuntimeError", "UserError"
+    found = (getattr(import_module("torch._dynamo.exc"), name, None) for name in (*names, _LIMIT))
     return tuple(kind for kind in found if kind is not None)
 
 
@@ -53,11 +59,11 @@ _symbols = RLock()
 
 @contextmanager
 def traced_as_symbols(names: str) -> Iterator[None]:
-    """Dynamo takes integers whose names match this regular expression to be different in each call, and compiles no graph
-    for their first value.
+    """Dynamo takes integers whose names match this regular expression to be different in each call, and compiles no
+    graph for their first value.
 
-    It has no such option for one function, only ``torch.compiler.config.dynamic_sources`` for all of them, which other
-    threads may not see half changed. Missing: nothing happens, and there is one graph more.
+    It has no such option for one function, only ``torch.compiler.config.dynamic_sources`` for all: one thread at a time
+    changes that. Missing: nothing happens, and there is one graph more.
     """
     config = torch.compiler.config
     with _symbols:

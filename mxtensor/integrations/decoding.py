@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from .module_attributes import attributes_of
 ModelT = TypeVar("ModelT", bound=Any)
 Step = Callable[[Callable[..., Any], Mapping[str, Any]], Any]
 COUNT = r".*\.cumulative_length_int$"
-"""What Dynamo calls the count of tokens, in Python, of a static layer with a sliding window. It changes in each step."""
+"""What Dynamo calls the count of tokens, in Python, of a static layer with a sliding window: each step changes it."""
 MOST_STATES = 8
 """For so many different attributes of the modules, such as adapters in use, a model has compiled steps at a time."""
 
@@ -35,9 +36,11 @@ def compile_decoding(model: ModelT) -> ModelT:
         mx.compile_decoding(model)
         model.generate(**inputs, cache_implementation="static", max_cache_len=1024)
 
-    Each batch size and each size of the cache is one graph, which takes torch some ten seconds at its first step.
-    Prompts, and steps with another cache, stay eager. On a GPU transformers compiles the steps of a static cache by
-    itself; this changes nothing there.
+    The first batch size and size of the cache have a graph, the second ones a graph for any. Models with windows have
+    two, for steps before and after the windows are full. A graph takes torch some ten seconds at its first step.
+    Prompts, the first call with each cache, and steps with other caches stay eager; so do steps that torch cannot
+    compile, with a UserWarning. Threads may share a model: their steps take turns. On a GPU transformers compiles the
+    steps of a static cache by itself; this changes nothing there.
 
     A graph belongs to this model as it is: torch does not check the properties of its modules before each step, which
     takes 2 of 12 ms for the 30 layers of SmolLM2. Steps are compiled again when a module was replaced, or a parameter
@@ -140,12 +143,11 @@ class Decoding:
         if not self._modules[0]:
             dicts = _dicts(self.model, "_modules")
             self._modules, self._names = (dicts, joined(map(dict.values, dicts))), self._parameter_names()
-        step = self._step_of[cache]
+        chosen = self._step_of[cache]
+        step = self._chosen_step() if chosen is None else chosen
+        self._step_of[cache] = step
         try:
-            if step is not None:
-                return step(eager, kwargs)
-            self._step_of[cache] = step = self._chosen_step()
-            with traced_as_symbols(COUNT):
+            with nullcontext() if chosen else traced_as_symbols(COUNT):
                 return step(eager, kwargs)
         except (KeyError, AttributeError):
             if self._parameter_names() == self._names:  # otherwise the compiled step misses one

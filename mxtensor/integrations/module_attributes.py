@@ -10,8 +10,9 @@ import torch
 
 from ..compile.cpu_graphs import kind_of
 
-_MODULES = "_modules"
-"""The attribute of a module with its modules, which are listed by themselves."""
+_LEFT_OUT = "_modules", "_previous_max_cache_length"
+"""The attribute of a module with its modules, which are listed by themselves, and one that ``generate`` writes for its
+next call: it changes with each larger cache, and no step reads it."""
 _CONSTANTS = int, float, str, bytes, type(None), torch.dtype, torch.device
 
 
@@ -25,7 +26,7 @@ def attributes_of(model: torch.nn.Module) -> list[Any]:
     found: list[Any] = []
     for module in model.modules():
         found.append(type(module))
-        found += [(name, frozen.of(value)) for name, value in vars(module).items() if name != _MODULES]
+        found += [(name, frozen.of(value)) for name, value in vars(module).items() if name not in _LEFT_OUT]
     return found
 
 

@@ -61,6 +61,7 @@ ENCODERS_AND_DECODERS = {
     "Bart": ENCODED | LAYERS | {"max_position_embeddings": 256},
     "Whisper": ENCODED | LAYERS | SOUND,
 }
+WITH_WINDOWS = [family for family, sizes in DECODERS.items() if sizes.get("sliding_window")]
 FAMILIES = *DECODERS, *ENCODERS_AND_DECODERS
 
 

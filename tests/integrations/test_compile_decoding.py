@@ -141,7 +141,7 @@ def test_steps_are_recorded_once_for_each_cache():
 
 
 def sliding():
-    """A model whose sliding layers count the tokens in Python: torch compiles a second graph for any count."""
+    """A model whose sliding layers count the tokens in Python."""
     sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     made = transformers.Gemma3TextConfig(**sizes, vocab_size=97, num_hidden_layers=2, sliding_window=8)
     return mx.quantize_(transformers.Gemma3ForCausalLM(made).eval(), "mxfp8-weight-only")

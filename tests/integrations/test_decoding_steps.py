@@ -1,4 +1,4 @@
-"""``mx.compile_decoding``: which calls of a model are compiled steps, which stay eager, and that threads may share one."""
+"""``mx.compile_decoding``: which calls of a model are compiled steps, and which stay eager; threads share a model."""
 
 import threading
 import warnings
@@ -54,6 +54,17 @@ def test_steps_without_a_mask_and_positions_compute_these_with_counts():
         torch.testing.assert_close(*found)
         assert torch.equal(found[0].argmax(-1), found[1].argmax(-1))
     assert len(model.forward.graphs) <= 4 and replays(model) > 30
+
+
+@pytest.mark.exhaustive
+def test_from_the_second_size_of_the_cache_on_there_is_one_graph_for_any():
+    """``generate`` gives a call the size of the longest call before it, and writes that to the model."""
+    model, before = mx.compile_decoding(llama()), graphs()
+    for size in (64, 80, 96, 112, 128):
+        assert torch.equal(
+            tokens(model, prompt(1, 5), max_cache_len=size), tokens(uncompiled(model), prompt(1, 5), max_cache_len=size)
+        )
+    assert graphs() == before + 2
 
 
 def test_a_prompt_of_one_token_is_not_a_step():
@@ -112,4 +123,7 @@ def test_threads_have_the_tokens_of_their_own_prompts(shared):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed and all(len(model.forward.graphs) == 1 for model in models)
+    assert not failed
+    for model, ids, want in zip(models, prompts, wanted, strict=True):  # while a thread compiles, others stay eager
+        assert torch.equal(tokens(model, ids), want)
+        assert len(model.forward.graphs) == 1
