@@ -105,15 +105,16 @@ class Decoding:
         self._step_of[cache] = _step
         name, why = type(self.model).__name__, next(iter(str(error).splitlines()), type(error).__name__)
         if exceeds_limit(error):
-            message = (
+            warnings.warn(
                 f"compile_decoding: {name} has as many graphs as torch.compile allows; steps of more batch sizes and "
-                "sizes of the cache stay eager. Give all calls of generate one max_cache_len, or raise the limit "
-                f"({why})"
+                f"sizes of the cache stay eager. Give all calls of generate one max_cache_len, or raise the limit ({why})",
+                stacklevel=5,
             )
-        else:
-            self._steps = [(attributes, _step if known is step else known) for attributes, known in self._steps]
-            message = f"compile_decoding: torch cannot compile a step of {name}; its steps stay eager ({why})"
-        warnings.warn(message, stacklevel=4)
+            return
+        self._steps = [(attributes, _step if known is step else known) for attributes, known in self._steps]
+        warnings.warn(
+            f"compile_decoding: torch cannot compile a step of {name}; its steps stay eager ({why})", stacklevel=5
+        )
 
     @property
     def __signature__(self) -> inspect.Signature:
