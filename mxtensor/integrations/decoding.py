@@ -107,7 +107,8 @@ class Decoding:
         if exceeds_limit(error):
             warnings.warn(
                 f"compile_decoding: {name} has as many graphs as torch.compile allows; steps of more batch sizes and "
-                f"sizes of the cache stay eager. Give all calls of generate one max_cache_len, or raise the limit ({why})",
+                f"sizes of the cache stay eager. Give all calls of generate one max_cache_len, or raise the "
+                f"limit ({why})",
                 stacklevel=5,
             )
             return
