@@ -9,7 +9,9 @@ import mxtensor as mx
 from tests.helpers import tiny_models
 
 STEPS = 25
-FORMATS = "mxfp8-weight-only", "mxfp4"
+FORMATS = "mxfp8-weight-only", "mxfp4-weight-only"
+"""Not those that cast activations to 4 bits: attention to equal tokens gives values that are halfway between two codes
+except for the last bit, in which compiled and eager sums may differ."""
 CASES = {  # batch, tokens of the prompt, options
     "greedy": (1, 7, {}),
     "a prompt that is longer than a window": (2, 20, {}),
