@@ -20,7 +20,7 @@ def replays(model):
 
 @pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_steps_of_a_sliding_window_are_replayed_before_and_after_it_is_full(batch):
-    """One graph until the window is full, and one for later steps; the counts that they change are no part of them."""
+    """One graph until the window is full, and one for later steps; the counts that they change stay outside."""
     model, before = mx.quantize_(tiny_models.made("Gemma3Text"), "mxfp8-weight-only"), graphs()
     wanted = [generated(model, batch, length) for length in (7, 20, 3)]
     mx.compile_decoding(model)

@@ -39,11 +39,11 @@ inline void transpose(Bits* x) {
 // the last are the last once more.
 template <typename D, typename R>
 void columns_of_step(const Problem& p, const D& decode, int64_t top, int64_t at, int64_t panel, R row_of, Bits* columns) {
-  const uint8_t* last = p.data + (p.n - 1) * p.row_bytes;
+  const uint8_t* lowest = p.data + (p.n - 1) * p.row_bytes;
   const int64_t bytes = smaller<int64_t>(D::BYTES, p.row_bytes - at * D::BYTES);
   for (int i = 0; i < 16; i++) {
-    const uint8_t* w = smaller(p.data + (top + row_of(i)) * p.row_bytes, last) + at * D::BYTES;
-    fetch(smaller(w + panel * p.row_bytes, last));
+    const uint8_t* w = smaller(p.data + (top + row_of(i)) * p.row_bytes, lowest) + at * D::BYTES;
+    fetch(smaller(w + panel * p.row_bytes, lowest));
     columns[i] = decode.spread(_mm512_maskz_loadu_epi8(first_bytes(bytes), w));
   }
   transpose(columns);

@@ -34,7 +34,8 @@ HEADERS = tuple(
         "format.h", "problem.h", "elements.h", "linear_tiles.h", "linear_narrow.h", "linear.h", "linear_plain.h",
         "linear_neon.h", "linear_avx2.h", "linear_avx2_integers.h", "linear_avx512.h", "linear_avx512_dots.h",
         "linear_avx512_integers.h", "linear_avx512_panels.h", "linear_avx512_integer_panels.h",
-        "linear_avx512_bfloat16_panels.h", "linear_integers.h", "linear_no_integers.h", "linear_no_panels.h", "linear_amx.h", "tiles_amx.h", "linear_no_tiles.h",
+        "linear_avx512_bfloat16_panels.h", "linear_integers.h", "linear_no_integers.h", "linear_no_panels.h",
+        "linear_amx.h", "tiles_amx.h", "linear_no_tiles.h",
     )
 )  # fmt: skip
 OP_HEADERS = (

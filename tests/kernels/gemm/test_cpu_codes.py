@@ -24,8 +24,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [
     (1, 5, 32), (2, 33, 576), (3, 70, 70), (7, 31, 200), (13, 65, 513), (32, 40, 96), (49, 37, 200), (61, 20, 9000),
 ]  # fmt: skip
-"""Rows of x, rows of w, values. With 20 to 1,024 rows of bfloat16 codes are brought into panels, some thousand values of a
-row at a time, where the processor has products of bfloat16."""
+"""Rows of x, rows of w, values. With 20 to 1,024 rows of bfloat16, codes are brought into panels, some thousand values
+of a row at a time, where the processor has products of bfloat16."""
 EPS = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
