@@ -97,15 +97,15 @@ inline Problem rows_of(const Problem& p, int64_t first, int64_t count) {
 // Sums of rows first to end - 1 of w, at most 256, times the global scales, plus the bias, rounded once.
 inline void finish(const Problem& p, int64_t first, int64_t end, const float* sums, int64_t step) {
   const double whole = multiplier_of(p);
-  const bool scaled = whole != 1.0;
+  const bool scaled = whole != 1.0, changes = scaled || p.bias;
   const float multiplier = float(whole), beta = float(p.beta);
   const int64_t width = end - first;
   alignas(64) float row[256];
   with_kind(p.out_kind, [&](auto kind) {
     auto* out = static_cast<decltype(kind)*>(p.out) + first;
     for (int64_t m = 0; m < p.m; m++, sums += step, out += p.out_stride) {
-      const float* from = scaled || p.bias ? row : sums;
-      if (from == row)
+      const float* from = changes ? row : sums;
+      if (changes)
         for (int64_t i = 0; i < width; i++) row[i] = scaled ? sums[i] * multiplier : sums[i];
       if (p.bias)
         with_kind(p.bias_kind, [&](auto bias_kind) {

@@ -40,12 +40,13 @@ template <int ELEMENT, int CODES> inline const ByteTables& byte_tables() {
 
 inline __mmask64 first_bytes(int64_t n) { return n >= 64 ? ~0ull : (1ull << n) - 1; }
 
+// A register of codes is ``spread``, so that no byte has bits of a code of another byte, and then looked up: ``values``.
 // Codes of one byte, and of six bits: 64 codes become two registers. In each 128 bits the first holds codes 0 to 7
 // and the second codes 8 to 15.
 struct OfBytes {
   static constexpr bool TAKES_BFLOAT16 = HAS_BFLOAT16;
   static constexpr int STEP = 64, VECTORS = 2;
-  static Bits spread(Bits codes) { return codes; }  // so that no byte has bits of a code of another byte
+  static Bits spread(Bits codes) { return codes; }
   static int code(int vector, int lane, int half) { return lane / 4 * 16 + vector * 8 + lane % 4 * 2 + half; }
   static void join(Bits low, Bits high, Bits* w) {
     w[0] = _mm512_unpacklo_epi8(low, high), w[1] = _mm512_unpackhi_epi8(low, high);
@@ -60,7 +61,6 @@ template <int ELEMENT> struct Decoder : OfBytes {  // e4m3, e5m2: a table of 128
     low0 = _mm512_load_si512(t.low), low1 = _mm512_load_si512(t.low + 64);
     high0 = _mm512_load_si512(t.high), high1 = _mm512_load_si512(t.high + 64);
   }
-  void operator()(Bits codes, Bits* w) const { values(codes, w); }
   void values(Bits codes, Bits* w) const {
     const Bits low = _mm512_permutex2var_epi8(low0, codes, low1);
     const Bits high = _mm512_permutex2var_epi8(high0, codes, high1);
@@ -76,7 +76,6 @@ template <> struct Decoder<INT8_ID> : OfBytes {  // a table of 128 magnitudes; -
     low0 = _mm512_load_si512(t.low), low1 = _mm512_load_si512(t.low + 64);
     high0 = _mm512_load_si512(t.high), high1 = _mm512_load_si512(t.high + 64);
   }
-  void operator()(Bits codes, Bits* w) const { values(codes, w); }
   void values(Bits codes, Bits* w) const {
     const Bits magnitude = _mm512_abs_epi8(codes);
     const Bits low = _mm512_permutex2var_epi8(low0, magnitude, low1);
@@ -108,7 +107,6 @@ template <int ELEMENT> struct SixBits : OfBytes {
     low = _mm512_load_si512(t.low), high = _mm512_load_si512(t.high);
   }
   Bits spread(Bits codes) const { return bytes(codes); }
-  void operator()(Bits codes, Bits* w) const { values(bytes(codes), w); }
   void values(Bits spread, Bits* w) const {  // a permute looks at the low six bits of a byte only
     join(_mm512_permutexvar_epi8(spread, low), _mm512_permutexvar_epi8(spread, high), w);
   }
@@ -127,7 +125,6 @@ template <> struct Decoder<E2M1_ID> {  // 128 codes, four in each 16 bits: one p
   }
   static int code(int vector, int lane, int half) { return lane * 8 + half * 4 + vector; }
   static Bits spread(Bits codes) { return codes; }
-  void operator()(Bits codes, Bits* w) const { values(codes, w); }
   void values(Bits codes, Bits* w) const {
     w[0] = _mm512_permutexvar_epi16(codes, table);
     w[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
@@ -238,7 +235,7 @@ void decode_row(const Problem& p, const D& decode, const uint8_t* w, const float
   for (int64_t at = 0; at < ceil_div(p.k, D::STEP); at++) {
     const int64_t bytes = smaller<int64_t>(D::BYTES, p.row_bytes - at * D::BYTES);
     Bits values[D::VECTORS];
-    decode(_mm512_maskz_loadu_epi8(first_bytes(bytes), w + at * D::BYTES), values);
+    decode.values(decode.spread(_mm512_maskz_loadu_epi8(first_bytes(bytes), w + at * D::BYTES)), values);
     const __m512 scale = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(scales + at * per_step));
     for (int v = 0; v < D::VECTORS; v++) {
       const __m512 even = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(values[v], 16)), scale);

@@ -18,9 +18,6 @@ inline bool takes_bfloat16_panels(const Problem& p) {
   return HAS_BFLOAT16 && p.x_kind == BFLOAT16 && blocks && p.m >= bfloat16_panels_from(p) && p.m <= BFLOAT16_PANELS_UP_TO;
 }
 
-// Values of w in a lane, or in two that are neighbours: 4-bit codes are decoded into pairs four apart, others into four in order.
-template <typename D> constexpr int LANE_VALUES = D::VECTORS == 4 ? 2 : 4;
-
 // Packs rows first to end - 1 of x. False if a sum in float32 could not take one.
 template <typename D> bool pack_bfloat16_panels(const Problem& p, int64_t first, int64_t end) {
   const int64_t values = packed_row<D>(p);
@@ -42,7 +39,9 @@ template <typename D> bool pack_bfloat16_panels(const Problem& p, int64_t first,
 template <typename D> struct BFloat16Panels {
   static constexpr int64_t PANEL = D::VECTORS == 4 ? 32 : 16, VALUE_BYTES = 2;
   static constexpr int FIRST = 67, COUNT = 121;  // 2^-60 to 2^60: with any value, normal numbers of bfloat16
-  static constexpr int LANE = LANE_VALUES<D>;
+  // Values of a row in a lane, or in two that are neighbours: 4-bit codes are decoded into pairs four apart, others into four in
+  // order.
+  static constexpr int LANE = D::VECTORS == 4 ? 2 : 4;
 
   const D decode{};
   const bool powers;  // whether scales are powers of two

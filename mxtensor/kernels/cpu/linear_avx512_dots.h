@@ -101,7 +101,7 @@ void dots(const Problem& p, const D& decode, const char* x, int64_t x_bytes, con
       const Bits codes = decltype(whole)::value && D::BYTES == 64 ? _mm512_loadu_si512(from)
                                                                   : _mm512_maskz_loadu_epi8(first_bytes(bytes), from);
       fetch(ahead + (at * OUTS + o) * D::BYTES);
-      decode(codes, values[o]);
+      decode.values(decode.spread(codes), values[o]);
       scale[o] = scales(o, at);
     }
 #pragma GCC unroll 8

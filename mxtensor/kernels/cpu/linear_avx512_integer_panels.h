@@ -100,7 +100,7 @@ template <typename D> struct IntegerPanels {
         columns_of_step(p, decode, top + half * 16, at, PANEL, [](int i) { return i; }, columns);
         for (int g = 0; g < 16; g++) {
           Bits of_rows[I::VECTORS];
-          decode(columns[g], of_rows);
+          decode.values(columns[g], of_rows);
           for (int v = 0; v < I::VECTORS; v++) {
             const int place = I::VECTORS == 1 ? g : g / 2 * 4 + v * 2 + g % 2;
             _mm512_store_si512(out + (place * 2 + half) * 64, of_rows[v]);

@@ -8,13 +8,12 @@
 
 namespace {
 
-// A register of codes as registers of unsigned bytes, and x in their order: codes are ``spread``, so that no byte has bits of a
-// code of another byte, and then looked up.
+// A register of codes as registers of unsigned bytes, ``spread`` and looked up as by a Decoder, and x in their order.
 template <int ELEMENT> struct Integers;
 
 template <> struct Integers<INT8_ID> : OfBytes {
   static constexpr int VECTORS = 1, BYTES = 64, OFFSET = 128;
-  void operator()(Bits spread, Bits* w) const { w[0] = _mm512_xor_si512(spread, _mm512_set1_epi8(char(0x80))); }
+  void values(Bits spread, Bits* w) const { w[0] = _mm512_xor_si512(spread, _mm512_set1_epi8(char(0x80))); }
   static void arrange(const int8_t* x, Bits* out) { out[0] = _mm512_loadu_si512(x); }
 };
 
@@ -35,7 +34,7 @@ template <> struct Integers<E2M3_ID> : OfBytes {
   SixBitBytes bytes;
   Bits table = table_of_integers<E2M3_ID, OFFSET>();
   Bits spread(Bits codes) const { return bytes(codes); }
-  void operator()(Bits spread, Bits* w) const { w[0] = _mm512_permutexvar_epi8(spread, table); }
+  void values(Bits spread, Bits* w) const { w[0] = _mm512_permutexvar_epi8(spread, table); }
   static void arrange(const int8_t* x, Bits* out) { out[0] = _mm512_loadu_si512(x); }
 };
 
@@ -43,7 +42,7 @@ template <> struct Integers<E2M1_ID> {  // codes at even places, then those at o
   static constexpr int STEP = 128, VECTORS = 2, BYTES = 64, OFFSET = 12;
   Bits table = table_of_integers<E2M1_ID, OFFSET>();
   Bits spread(Bits codes) const { return codes; }
-  void operator()(Bits spread, Bits* w) const {
+  void values(Bits spread, Bits* w) const {
     w[0] = _mm512_permutexvar_epi8(spread, table);
     w[1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(spread, 4), table);
   }
@@ -121,7 +120,7 @@ void integer_dots(const Problem& p, const I& decode, const char* x, int64_t x_by
       const Bits codes = decltype(whole)::value && I::BYTES == 64 ? _mm512_loadu_si512(from)
                                                                   : _mm512_maskz_loadu_epi8(first_bytes(bytes), from);
       fetch(ahead + (at * OUTS + o) * I::BYTES);
-      decode(decode.spread(codes), values[o]);
+      decode.values(decode.spread(codes), values[o]);
       scale[o] = scales(o, at);
     }
 #pragma GCC unroll 4
