@@ -49,6 +49,14 @@ def no_plans():
         sys.modules["mxtensor.core.plan"].PLANS.clear()
 
 
+@pytest.fixture
+def fresh_dynamo():
+    """No graphs of torch.compile that another test has left; none are left behind."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def messages():
     """Examples and benchmarks that a test runs may silence messages; later tests hear them."""

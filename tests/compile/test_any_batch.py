@@ -7,7 +7,10 @@ from torch import nn
 import mxtensor as mx
 from tests.helpers.compare import relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 
 class AfterConvolution(nn.Module):
@@ -30,13 +33,6 @@ class Einsum(nn.Module):
 
     def forward(self, x):
         return torch.einsum("bds,hkd->bhsk", x, self.linear.weight.view(4, 16, 64))
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,10 @@ import mxtensor as mx
 from tests.helpers.compare import relative_error, same_bytes
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
     # inductor imports torch.utils.mkldnn, which still uses torch.jit
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def assert_close(got, expected):

@@ -8,16 +8,10 @@ from mxtensor.compile.cpu_graphs import backend
 from mxtensor.kernels.runtime import cpu_graph
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
     pytest.mark.skipif(isinstance(cpu_graph.library(), str), reason="no C++ compiler for torch"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compiler, on itself
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Counts:

@@ -5,12 +5,7 @@ import torch
 
 from mxtensor.core.compat_dynamo import compiled_alone, compiler_errors, exceeds_limit, traced_as_symbols
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Counter:

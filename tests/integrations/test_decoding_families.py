@@ -22,11 +22,7 @@ CASES = {  # batch, tokens of the prompt, options
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def generated(model, batch, length, family="Llama", **options):

@@ -261,19 +261,27 @@ def test_an_evaluation_under_another_recipe_between_the_passes(checkpointed, mak
     assert same(*results)
 
 
-@both
-def test_backward_inside_no_grad(checkpointed):
+def assert_two_graphs_are_as_without(checkpointed, backward):
+    """``backward`` gets what runs backward through each of two graphs of a model."""
     results = []
     for wrap in (lambda model: model, lambda model: functools.partial(checkpointed, model)):
         model = net()
         (x, g), (y, h) = data(0, 0), data(0, 1)
         with mx.autocast(recipe=recipe()):
             first, second = wrap(model)(x), wrap(model)(y)
-        with torch.no_grad():
-            first.backward(g)
-            second.backward(h)
+        backward(functools.partial(first.backward, g), functools.partial(second.backward, h))
         results.append([x.grad, y.grad, *(p.grad for p in model.parameters()), *histories(model)])
     assert same(*results)
+
+
+@both
+def test_backward_inside_no_grad(checkpointed):
+    def backward(first, second):
+        with torch.no_grad():
+            first()
+            second()
+
+    assert_two_graphs_are_as_without(checkpointed, backward)
 
 
 def test_a_block_without_gradients_inside_a_checkpoint():
@@ -310,17 +318,12 @@ def test_a_checkpoint_without_gradients_is_an_evaluation(checkpointed):
 
 @both
 def test_a_graph_that_runs_backward_twice(checkpointed):
-    results = []
-    for wrap in (lambda model: model, lambda model: functools.partial(checkpointed, model)):
-        model = net()
-        (x, g), (y, h) = data(0, 0), data(0, 1)
-        with mx.autocast(recipe=recipe()):
-            first, second = wrap(model)(x), wrap(model)(y)
+    def backward(first, second):
         for _ in range(2):
-            second.backward(h, retain_graph=True)
-            first.backward(g, retain_graph=True)
-        results.append([x.grad, y.grad, *(p.grad for p in model.parameters()), *histories(model)])
-    assert same(*results)
+            second(retain_graph=True)
+            first(retain_graph=True)
+
+    assert_two_graphs_are_as_without(checkpointed, backward)
 
 
 def test_gradients_that_a_checkpointed_function_takes_itself():
