@@ -8,10 +8,11 @@ import torch
 
 import mxtensor as mx
 from tests.helpers import tiny_models
-from tests.integrations.test_compile_decoding import fresh, graphs, llama, prompt, tokens, uncompiled  # noqa: F401
+from tests.integrations.test_compile_decoding import graphs, llama, prompt, tokens, uncompiled  # noqa: F401
 from tests.integrations.test_decoding_families import STEPS, generated
 
 transformers = pytest.importorskip("transformers", minversion="5")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def replays(model):
