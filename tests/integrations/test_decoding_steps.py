@@ -8,7 +8,7 @@ import torch
 
 import mxtensor as mx
 from tests.helpers import tiny_models
-from tests.integrations.test_compile_decoding import graphs, llama, prompt, tokens, uncompiled  # noqa: F401
+from tests.integrations.test_compile_decoding import graphs, llama, prompt, tokens, uncompiled
 from tests.integrations.test_decoding_families import STEPS, generated
 
 transformers = pytest.importorskip("transformers", minversion="5")
