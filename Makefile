@@ -64,7 +64,7 @@ site: $(VENV)/.installed-docs  ## build the documentation site into out/site
 	$(VENV)/bin/mkdocs build --strict
 
 bench: $(VENV)/.installed-bench  ## time casts and linear layers on this CPU beside plain torch and torchao
-	$(PY) -m benchmarks.cpu $(ARGS)
+	$(PY) -m benchmarks.cpu casts $(ARGS)
 
 clean:  ## remove .venv, caches and results
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

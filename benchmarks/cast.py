@@ -1,11 +1,14 @@
-"""Casts on a GPU beside its copy bandwidth and torchao: ``python -m benchmarks.cast --json F`` (``--quick``)."""
+"""Casts on a GPU beside its copy bandwidth and torchao: ``python -m benchmarks.cast --json FILE``.
+
+A cast's share of the copy is its bandwidth over that of a large copy in the same rounds. Its bytes are those that any
+implementation moves: the input read once, codes and scales written once; for dequantize the other way round.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
-import logging
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,27 +16,14 @@ import torch
 from torch import Tensor
 
 import mxtensor as mx
-from mxtensor.kernels.quantize.select import dequantize_operand, quantize_operand
-from mxtensor.kernels.quantize.select_pair import quantize_operands
+from mxtensor.kernels.quantize.choose_cast import dequantize_operand, quantize_operand
+from mxtensor.kernels.quantize.choose_pair import quantize_operands
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FULL, Format, Orientation, get_format
 
 from . import peers
-from .cuda import (
-    Deadline,
-    GpuRow,
-    Target,
-    cold_copies,
-    event_clock,
-    gpu_arguments,
-    host_clock,
-    log_kernels,
-    machine_line,
-    print_failures,
-    print_verdicts,
-    rotate_inputs,
-)
-from .harness import Prepare, print_table, timed, write_json
+from .cuda import Deadline, copies, event_clock, host_clock, log_kernels, rotate_inputs
+from .harness import Part, Prepare, Progress, Row, parser, print_table, run, timed
 
 FORMATS = (
     "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8", "nvfp4", "mxfp8_e4m3[32x32]",
@@ -42,7 +32,7 @@ FORMATS = (
 WITH_FLOOR = ("mxfp8_e4m3",)
 """Formats that are cast under FLOOR too, in the same rounds."""
 WORKS = ("rowwise", "columnwise", "both", "dequantize")
-SIZES, QUICK_SIZES = (8192, 16384), (2048,)
+SIZES, TINY = (8192, 16384), (64,)
 PEER_SIZES = (2048, 8192)
 """Sizes at which torchao stands beside us: it compiles anew for each."""
 SMALL, CALLS = 256, 100
@@ -90,7 +80,7 @@ def works(format: Format) -> tuple[str, ...]:
 
 
 @dataclass
-class CastRow(GpuRow):
+class CastRow(Row):
     """One work on one format and size; the first contender is the copy (of host time, our own)."""
 
     format: str = ""
@@ -128,26 +118,25 @@ def contenders(row: CastRow, inputs: Sequence[Tensor]) -> dict[str, Prepare]:
     return {name: log_kernels(row, name, inputs, quantizing(Cast.of(row.format, rule))) for name, rule in rules.items()}
 
 
-def cast_row(name: str, work: str, size: int, args: Any, deadline: Deadline) -> CastRow:
+def cast_row(name: str, work: str, size: int, args: argparse.Namespace, deadline: Deadline) -> CastRow:
     """One work on one format and size, beside the copy and, where it has the like, torchao."""
     format = get_format(name)
     nbytes = moved_bytes(format, work, size, size)
     row = CastRow(f"{name} {work} {size}x{size}", {}, nbytes, format=name, kind=work, size=f"{size}x{size}")
     row.twice_nbytes = nbytes + 2 * size * size if reads_twice(format, work) else 0
-    row.copy_nbytes = 2 * COPY_BYTES
-    source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device=args.device)
+    copied = 1 << 12 if args.tiny else COPY_BYTES
+    row.copy_nbytes = 2 * copied
+    source = torch.randint(256, (copied,), dtype=torch.uint8, device=args.device)
     target = torch.empty_like(source)
-    inputs = [
-        torch.randn(size, size, dtype=torch.bfloat16, device=args.device) for _ in range(cold_copies(2 * size * size))
-    ]
+    inputs = [torch.randn(size, size, dtype=torch.bfloat16, device=args.device) for _ in range(copies(2 * size * size))]
     found = {COPY: rotate_inputs([source], target.copy_)} | contenders(row, inputs)
     if size in PEER_SIZES:
-        beside = peers.cast_contenders(name, work, inputs, compile=not args.quick)
+        beside = peers.cast_contenders(name, work, inputs, compile=not args.tiny)
         found |= {peer: deadline.guard(prepare) for peer, prepare in beside.items()}
     return timed(row, found, args.repeats, clock=event_clock(2.0), seconds=1.5)
 
 
-def host_row(name: str, args: Any) -> CastRow:
+def host_row(name: str, args: argparse.Namespace) -> CastRow:
     """Milliseconds of host time of one ``mx.quantize`` of a small tensor, one orientation and both."""
     row = CastRow(f"{name} {HOST}", {}, format=name, kind=HOST, size=f"{SMALL}x{SMALL}")
     x = [torch.randn(SMALL, SMALL, dtype=torch.bfloat16, device=args.device)]
@@ -155,74 +144,14 @@ def host_row(name: str, args: Any) -> CastRow:
     if not get_format(name).square:
         found["mxtensor, both"] = rotate_inputs(x, lambda x: mx.quantize(x, name, orientation="both"))
     found |= {k: v for k, v in peers.cast_contenders(name, "rowwise", x, compile=False).items() if k == "torchao"}
-    return timed(row, found, args.repeats, clock=host_clock(CALLS), seconds=1.0)
-
-
-# ---------------------------------------------------------------------------------------------- targets
-
-Figures = Callable[[Sequence[CastRow]], Iterable[tuple[str, float]]]
-
-
-def fractions(kind: str, *names: str, twice: bool = False) -> Figures:
-    """The fraction of the copy of our contenders for these formats and one work."""
-    return lambda rows: [
-        (f"{row.format} {row.size}" + (", floor" if contender == FLOOR else ""), row.fraction(contender, twice))
-        for row in rows
-        if row.kind == kind and row.format in names
-        for contender in (OURS, FLOOR)
-        if contender in row.times
-    ]
-
-
-def rceil_over_floor(rows: Sequence[CastRow]) -> list[tuple[str, float]]:
-    """Time of RCEIL over that of FLOOR in the same rounds."""
-    return [(f"{r.format} {r.kind} {r.size}", r.ratio(FLOOR, OURS)) for r in rows if FLOOR in r.times]
-
-
-def host_us(rows: Sequence[CastRow]) -> list[tuple[str, float]]:
-    """Microseconds of one ``mx.quantize``."""
-    return [(r.format, r.times[OURS] * 1e3) for r in rows if r.kind == HOST and OURS in r.times]
-
-
-_MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")
-TARGETS = (
-    Target("rowwise MXFP8, of the copy", ">=", 0.90, fractions("rowwise", *_MXFP8)),
-    Target("columnwise MXFP8, of the copy", ">=", 0.85, fractions("columnwise", *_MXFP8)),
-    Target("both of MXFP8 in one pass, of the copy", ">=", 0.85, fractions("both", *_MXFP8)),
-    Target("rowwise MXFP4, of the copy", ">=", 0.80, fractions("rowwise", "mxfp4_e2m1")),
-    Target("rowwise NVFP4, input counted once", ">=", 0.80, fractions("rowwise", "nvfp4")),
-    Target("rowwise NVFP4, input counted twice", ">=", 0.80, fractions("rowwise", "nvfp4", twice=True)),
-    Target("dequantize MXFP8, of the copy", ">=", 0.90, fractions("dequantize", *_MXFP8)),
-    Target("dequantize MXFP4 and NVFP4, of the copy", ">=", 0.90, fractions("dequantize", "mxfp4_e2m1", "nvfp4")),
-    Target("time of RCEIL over FLOOR", "<=", 1.03, rceil_over_floor),
-    Target("host time of a call [us]", "<=", 35, host_us),
-)
+    return timed(row, found, args.repeats, clock=host_clock(2 if args.tiny else CALLS), seconds=1.0)
 
 
 # ---------------------------------------------------------------------------------------------- tables
 
-HEADER = ["work", "contender", "ms", "TB/s", "of copy", "input twice", "over mxtensor", "kernels"]
-SUMMARY_HEADER = ["format", "size", *WORKS, "kernels"]
-PEER_HEADER = ["work", "contender", "ms", "of copy", "time over mxtensor"]
+HEADER = ["format", "size", *WORKS, "kernels"]
+PEER_HEADER = ["work", "contender", "ms", "time over mxtensor"]
 HOST_HEADER = ["format", "mxtensor", "mxtensor, both", "torchao"]
-
-
-def number(value: float, digits: int = 2) -> str:
-    """Empty for what was not measured."""
-    return "" if value != value else f"{value:.{digits}f}"
-
-
-def cells(row: CastRow) -> list[list[str]]:
-    """A line of the printed table for every contender."""
-    lines = []
-    for name in row.times:
-        nbytes, ms = (row.copy_nbytes if name == COPY else row.nbytes), row.times[name]
-        tbps = nbytes / ms / 1e9 if nbytes else float("nan")
-        figures = [f"{ms:.4f}", number(tbps), number(row.fraction(name)), number(row.fraction(name, twice=True))]
-        if name == COPY:
-            figures[2:] = ["1.00", ""]
-        lines.append([row.work, name, *figures, number(row.ratio(OURS, name)), row.kernels.get(name, "")])
-    return lines + [[row.work, name, "fails", *[""] * 5] for name in row.failed]
 
 
 def _cell(row: CastRow, contender: str) -> str:
@@ -230,72 +159,69 @@ def _cell(row: CastRow, contender: str) -> str:
     if contender not in row.times:
         return ""
     upper = row.fraction(contender, twice=True)
-    text = number(row.fraction(contender)) + ("" if upper != upper else f" to {upper:.2f}")
+    text = f"{row.fraction(contender):.2f}" + ("" if upper != upper else f" to {upper:.2f}")
     return f"{text} ({row.times[contender]:.3f} ms)"
 
 
-def summary(rows: Sequence[CastRow]) -> list[list[str]]:
+def lines(rows: Sequence[CastRow]) -> list[list[str]]:
     """A line for every format and size: the works side by side."""
-    lines = []
-    timed_rows = [row for row in rows if row.kind != HOST]
-    sizes, formats = (dict.fromkeys(getattr(row, name) for row in timed_rows) for name in ("size", "format"))
+    found = []
+    sizes, formats = (dict.fromkeys(getattr(row, name) for row in rows) for name in ("size", "format"))
     for size, format in itertools.product(sizes, formats):
-        mine = {row.kind: row for row in timed_rows if (row.size, row.format) == (size, format)}
+        mine = {row.kind: row for row in rows if (row.size, row.format) == (size, format)}
         for contender in (OURS, FLOOR):
             if any(contender in row.times for row in mine.values()):
                 label = format + (", floor" if contender == FLOOR else "")
                 kernels = dict.fromkeys(row.kernels[contender] for row in mine.values() if contender in row.kernels)
                 figures = [_cell(mine[work], contender) if work in mine else "" for work in WORKS]
-                lines.append([label, size, *figures, "; ".join(kernels)])
-    return lines
+                found.append([label, size, *figures, "; ".join(kernels)])
+    return found
 
 
-def peer_cells(row: CastRow) -> list[list[str]]:
-    """Lines of what torchao did beside us; none where it did not take part."""
-    names = [name for name in [*row.times, *row.failed] if name.startswith("torchao")]
-    if row.kind == HOST or not names:
-        return []
-    lines = []
-    for name in [OURS, *((FLOOR,) if FLOOR in row.times else ()), *names]:
-        if name in row.times:
-            figures = [f"{row.times[name]:.3f}", number(row.fraction(name)), number(row.ratio(OURS, name))]
-        else:
-            figures = ["fails", "", ""]
-        lines.append([row.work, name, *figures])
-    return lines
-
-
-def host_cells(row: CastRow) -> list[str]:
-    """Microseconds of a call, by format."""
-    return [row.format, *(number(row.times.get(name, float("nan")) * 1e3, 1) for name in HOST_HEADER[1:])]
-
-
-def main() -> None:
-    """Time every row, print tables, failures and targets."""
-    args = gpu_arguments(__doc__ or "", seconds=150)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+def casts(args: argparse.Namespace) -> list[CastRow]:
+    """The casts of all formats and sizes."""
     deadline = Deadline(args.seconds)
     wanted = [
         (name, work, size)
-        for size in (QUICK_SIZES if args.quick else SIZES)
+        for size in (TINY if args.tiny else SIZES)
         for name in FORMATS
         for work in works(get_format(name))
     ]
     rows: dict[tuple[str, str, int], CastRow] = {}
+    progress = Progress(len(wanted), "casts")
     with torch.no_grad():
         for key in sorted(wanted, key=lambda key: key[0] in peers.CASTS and key[2] in PEER_SIZES):  # peers come last
-            row = rows[key] = cast_row(*key, args, deadline)
-            print(f"{row.work}: " + ", ".join(f"{n} {t:.4f} ms" for n, t in row.times.items()), flush=True)
-        host = [host_row(name, args) for name in FORMATS]
-    done = [*(rows[key] for key in wanted), *host]
-    print(f"\n{machine_line()}\n")
-    print_table(HEADER, [line for row in done if row.kind != HOST for line in cells(row)])
-    print(f"\nmicroseconds of host time of mx.quantize({SMALL}x{SMALL})")
-    print_table(HOST_HEADER, [host_cells(row) for row in host])
-    print_failures(done)
-    print_verdicts(TARGETS, done)
-    write_json(args.json, done)
+            rows[key] = cast_row(*key, args, deadline)
+            progress.step(rows[key].work)
+    progress.close()
+    done = [rows[key] for key in wanted]
+    print_table(HEADER, lines(done))
+    peer = [(row, name) for row in done for name in row.times if name.startswith("torchao")]
+    if peer:
+        print_table(PEER_HEADER, [[r.work, n, f"{r.times[n]:.3f}", f"{r.ratio(OURS, n):.2f}"] for r, n in peer])
+    return done
+
+
+def host(args: argparse.Namespace) -> list[CastRow]:
+    """The host time of one small cast."""
+    rows = [host_row(name, args) for name in FORMATS]
+    print(f"microseconds of host time of mx.quantize({SMALL}x{SMALL})")
+    cells = [[f"{r.times[n] * 1e3:.1f}" if n in r.times else "" for n in HOST_HEADER[1:]] for r in rows]
+    print_table(HOST_HEADER, [[row.format, *line] for row, line in zip(rows, cells, strict=True)])
+    return rows
+
+
+PARTS = {
+    "casts": Part("how near do casts come to the bandwidth of a copy, and to torchao?", casts, gpu=True),
+    "host": Part("how much host time does one small cast take?", host, gpu=True),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time casts."""
+    options = parser(__doc__ or "", PARTS)
+    options.add_argument("--seconds", type=float, default=150, help="skip torchao after this time (%(default)s)")
+    run(options, PARTS, argv)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The operands are Gaussian, with outliers in channels, hostile (a row with an exponent range of 40, NaN, infinities,
 zeros, tiny and huge rows), and those of two models: the weights of each linear layer and the inputs that it gets for
 real text. On a CPU the products are those of the definition (``numerics/row_scaled.py``), added up in float64 and
-rounded once to bfloat16, so that the errors are those of the path and not of the sums. On an H100 (``--device cuda``)
+rounded once to bfloat16, so that the errors are those of the path and not of the sums. On an H100 (``--where cuda``)
 they are those of the kernel. Needs ``pip install 'mxtensor[demo]'`` and the weights of ``examples/smollm2.py``.
 """
 
@@ -22,10 +22,9 @@ from mxtensor.kernels.gemm import fp8_rows
 from mxtensor.kernels.gemm.spec import GemmArgs
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
-from mxtensor.numerics.row_scaled import row_scaled, row_values
-from mxtensor.numerics.row_scaled_bound import HOPPER_SUMS, exact_product, product_bound
+from mxtensor.numerics.row_scaled import HOPPER_SUMS, exact_product, product_bound, row_scaled, row_values
 
-from .harness import print_table
+from .harness import Part, Progress, parser, print_table, run
 
 PAIRS = (("mxfp8", "mxfp8"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4"))
 """The formats of inputs and weight."""
@@ -167,18 +166,28 @@ def cells(name: str, formats: tuple[str, str], errors: Errors) -> list[str]:
     return [name, str(errors.products), ", ".join(formats), *numbers]
 
 
+def errors(args: argparse.Namespace) -> None:
+    """The errors of all operands."""
+    rows, names = [], args.only or list(SOURCES)
+    progress = Progress(len(names), "operands")
+    for name in names:
+        found = measured(name, args.where, args.every)
+        rows += [cells(name, formats, each) for formats, each in found.items()]
+        progress.step(name)
+    progress.close()
+    print_table(HEADER, rows)
+
+
+PARTS = {"errors": Part("how far are products by fp8_rows from float64 and their bound?", errors)}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cpu", help="cpu: the definition; cuda: the kernel")
-    parser.add_argument("--only", choices=SOURCES, action="append", help="one kind of operands")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th layer of the models")
-    args = parser.parse_args(argv)
-    rows = []
-    for name in args.only or SOURCES:
-        found = measured(name, args.device, args.every)
-        rows += [cells(name, formats, errors) for formats, errors in found.items()]
-    print_table(HEADER, rows)
+    options = parser(__doc__ or "", PARTS)
+    options.add_argument("--where", default="cpu", metavar="DEVICE", help="cpu: the definition; cuda: the kernel")
+    options.add_argument("--only", choices=SOURCES, action="append", help="one kind of operands")
+    options.add_argument("--every", type=int, default=1, metavar="N", help="every N-th layer of the models")
+    run(options, PARTS, argv)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 It compares the gather of bfloat16 values with the gather of MXFP8 codes. The model is that of transformers with random
 weights, float32 shards, bfloat16 layers (``MixedPrecisionPolicy``) and AdamW. The figures are tokens per second, the
-peak of torch's allocated memory, and the bytes that a rank gathers in a step. Without a GPU, ``--quick`` trains a tiny
+peak of torch's allocated memory, and the bytes that a rank gathers in a step. Without a GPU, ``--tiny`` trains a tiny
 model on two ranks over gloo, only to check that the benchmark runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -29,8 +30,7 @@ import mxtensor as mx
 from examples.ranks import leave
 from mxtensor.recipe import MXFP8BlockScaling
 
-from .cuda import Target, print_verdicts
-from .harness import Row, parser, print_table, write_json
+from .harness import VERDICT_HEADER, Part, Row, Target, parser, print_table, run
 
 Figures = Callable[[Sequence["FsdpRow"]], Iterable[tuple[str, float]]]
 BASE, VALUES, CODES = "bfloat16", "mxfp8, values gathered", "mxfp8, codes gathered"
@@ -160,7 +160,7 @@ def work(rank: int, world: int, folder: str, device: str, quick: bool, batch: in
     leave()
 
 
-def run(world: int, device: str, quick: bool, batch: int = BATCH) -> list[FsdpRow]:
+def on_ranks(world: int, device: str, quick: bool, batch: int = BATCH) -> list[FsdpRow]:
     """Measure every config on ``world`` new processes."""
     from torch.multiprocessing.spawn import spawn
 
@@ -201,24 +201,25 @@ def lines(rows: Sequence[FsdpRow]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    """Measure every config on all GPUs and print the table and the targets."""
-    options = parser(__doc__ or "")
-    options.add_argument(
-        "--quick", action="store_true", help="train a tiny model; without a GPU, on two ranks on the CPU"
-    )
-    options.add_argument(
-        "--batch", type=int, default=BATCH, help=f"sequences of {LENGTH} tokens per rank (default: {BATCH})"
-    )
-    args = options.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and not args.quick:
-        options.exit(1, "This benchmark needs CUDA devices, but torch finds none; --quick runs it on the CPU.\n")
+def train(args: argparse.Namespace) -> list[FsdpRow]:
+    """Every config on all GPUs; a toy size on two ranks of a CPU."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = run(torch.cuda.device_count() if device == "cuda" else 2, device, args.quick, args.batch)
+    world = torch.cuda.device_count() if args.device == "cuda" else 2
+    rows = on_ranks(world, args.device, args.tiny, args.batch)
     print_table(HEADER, lines(rows))
-    print_verdicts(TARGETS, rows)
-    write_json(args.json, rows)
+    print_table(VERDICT_HEADER, [target.verdict(rows) for target in TARGETS])
+    return rows
+
+
+PARTS = {"train": Part("what does FSDP2 training gain from gathering codes instead of values?", train, gpu=True)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train on all GPUs."""
+    options = parser(__doc__ or "", PARTS)
+    text = f"sequences of {LENGTH} tokens per rank (%(default)s)"
+    options.add_argument("--batch", type=int, default=BATCH, help=text)
+    run(options, PARTS, argv)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,35 @@
-"""Shared by all benchmarks: side-by-side timing, the description of the machine, tables and records.
+"""Shared by all benchmarks: contenders that take turns, the description of the machine, tables, records, the command.
 
-A record is the JSON file that ``--json`` writes: the command, the machine and the raw figures.
+A script has parts: each answers one question, and can be measured alone. A record is the JSON file that ``--json``
+writes. It has for each part the command, the machine and the raw figures; a part that is measured again is replaced.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import math
 import platform
 import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from mxtensor.kernels.runtime.native_build import instruction_sets
 
+RESULTS = Path(__file__).resolve().parent / "results"
+"""Records of the repository."""
 Work = Callable[[], Any]
 Prepare = Callable[[], Work]
 """A function that does the untimed preparation and returns the work to time."""
@@ -44,6 +50,16 @@ class Row:
     """Contender -> the error that it raised, in one line."""
     relative: dict[str, float] = field(default_factory=dict)
     """Contender -> its time divided by that of the first contender in the same round; the median of all rounds."""
+    kernels: dict[str, Any] = field(default_factory=dict)
+    """Contender -> the kernels that ``mx.explain`` logged, the outermost first."""
+
+    def speedup(self, contender: str) -> float:
+        """The time of the first contender over this one's, in the same round; NaN if it did not run."""
+        return 1 / self.relative[contender] if contender in self.relative else math.nan
+
+    def over_base(self, contender: str) -> float:
+        """This contender's time over that of the first one, in the same round; NaN if it did not run."""
+        return self.relative.get(contender, math.nan)
 
     def ratio(self, contender: str, base: str) -> float:
         """The time of ``base`` divided by the time of ``contender``: the speedup. NaN if either did not run."""
@@ -76,11 +92,6 @@ def cpu_clock(run: Work) -> Callable[[], float]:
 def wall_clock(run: Work) -> Callable[[], float]:
     """The clock of wall time, for work that is finished when its call returns."""
     return _clock(run, time.perf_counter)
-
-
-def side_by_side(work: str, contenders: dict[str, Prepare], nbytes: int = 0, repeats: int = 15, warmup: int = 3) -> Row:
-    """A new Row, filled by ``timed`` with the wall clock."""
-    return timed(Row(work, {}, nbytes), contenders, repeats, warmup)
 
 
 FEWEST_ROUNDS = 5
@@ -138,6 +149,53 @@ def _ready(row: Row, contenders: dict[str, Prepare], warmup: int, clock: Clock) 
     return ready
 
 
+# ---------------------------------------------------------------------------------------------- bandwidth
+
+READING, MEGABYTES = ("sum", "amax"), 256
+"""Reductions by torch over more than a cache holds. On some machines ``sum`` is faster, on others ``amax``."""
+
+
+def readers(megabytes: int = MEGABYTES) -> dict[str, Prepare]:
+    """Contenders that read so much memory, to be timed in turn with others."""
+    return {name: lambda name=name: getattr(torch.ones(megabytes * 250_000), name) for name in READING}  # type: ignore[misc]
+
+
+def take_bandwidth(row: Row, megabytes: int = MEGABYTES) -> float:
+    """GB/s that the faster of the ``readers`` of a row has read; they are taken out of it."""
+    row.relative = {name: ratio for name, ratio in row.relative.items() if name not in READING}
+    return megabytes / min(row.times.pop(name) for name in READING)
+
+
+# ---------------------------------------------------------------------------------------------- targets
+
+
+class Target(NamedTuple):
+    """A limit for the worst of some figures."""
+
+    what: str
+    sign: str
+    """``>=`` or ``<=``"""
+    limit: float
+    figures: Callable[[Sequence[Any]], Iterable[tuple[str, float]]]
+    """rows -> (where, figure) for every figure that has this limit. A NaN was not measured."""
+
+    def verdict(self, rows: Sequence[Any]) -> list[str]:
+        """A line under VERDICT_HEADER: what, the limit, the worst figure, where it was measured, whether it holds."""
+        measured = [(figure, where) for where, figure in self.figures(rows) if not math.isnan(figure)]
+        limit = f"{self.sign} {self.limit:g}" if self.limit >= 10 else f"{self.sign} {self.limit:.2f}"
+        if not measured:
+            return [self.what, limit, "", "", "not measured"]
+        figure, where = (min if self.sign == ">=" else max)(measured, key=lambda pair: pair[0])
+        holds = figure >= self.limit if self.sign == ">=" else figure <= self.limit
+        return [self.what, limit, f"{figure:.3g}", where, "yes" if holds else "no"]
+
+
+VERDICT_HEADER = ["target", "limit", "worst", "where", "holds"]
+
+
+# ---------------------------------------------------------------------------------------------- the machine
+
+
 def machine() -> dict[str, Any]:
     """The date, the hardware and the software versions of a measurement."""
     names = ("mxtensor", "torch", "torchao", "gemlite", "triton", "numpy", "transformers", "peft")
@@ -168,6 +226,9 @@ def instructions() -> list[str]:
     """The instruction sets of this processor that kernels may use, by the names that Linux gives them."""
     names = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimddp", "bf16", "i8mm")
     return [name for name in names if name in instruction_sets()]
+
+
+# ---------------------------------------------------------------------------------------------- tables
 
 
 WIDTH, MIN_WRAP = 100, 24
@@ -202,6 +263,9 @@ def _wrapped(row: list[str], widths: Sequence[int]) -> list[tuple[str, ...]]:
     return list(zip_longest(*cells, fillvalue=""))
 
 
+# ---------------------------------------------------------------------------------------------- the command
+
+
 def command() -> str:
     """The command line, as another machine can repeat it: an absolute path is shortened to its last component."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -209,23 +273,71 @@ def command() -> str:
     return " ".join([f"python -m {spec.name}" if spec is not None else Path(sys.argv[0]).name, *arguments])
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """Parse the options that all benchmarks share."""
-    return parser(description).parse_args()
+def print_header() -> None:
+    """Print the command, the machine and the versions, between two empty lines."""
+    info = machine()
+    device = f"{info['gpu']}, CUDA {info['cuda']}" if info["gpu"] else f"{info['cpu']}, {info['threads']} threads"
+    versions = ", ".join(f"{name} {number}" for name, number in info["versions"].items())
+    print(f"\n{command()}\n{device}, {versions}\n", flush=True)
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """A parser of the options that all benchmarks share."""
-    parser = argparse.ArgumentParser(description=description)
-    add_options(parser)
-    return parser
+def print_failures(rows: Iterable[Row]) -> None:
+    """Print every contender that failed, with its error."""
+    for row in rows:
+        for name, error in row.failed.items():
+            print(f"{row.work}, {name}: {error}")
 
 
-def add_options(parser: argparse.ArgumentParser, repeats: int = 15) -> None:
-    """Add the options that all benchmarks share; ``repeats`` is the default of ``--repeats``."""
-    parser.add_argument("--json", type=Path, help="write the raw figures to this file")
-    text = f"rounds per row; the median is reported (default: {repeats})"
-    parser.add_argument("--repeats", type=int, default=repeats, help=text)
+class Part(NamedTuple):
+    """One question of a script."""
+
+    question: str
+    measure: Callable[[argparse.Namespace], Sequence[Any] | None]
+    """Takes the options; prints what it finds, and returns the rows of the record (dataclasses). None: it has written
+    the record itself."""
+    gpu: bool = False
+    """Whether it needs a CUDA device."""
+
+
+Parts = dict[str, Part]
+
+
+def parser(doc: str, parts: Parts, repeats: int = 15) -> argparse.ArgumentParser:
+    """The options that all scripts share: which parts, ``--json``, ``--repeats``, ``--tiny``."""
+    options = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    listed = "; ".join(f"{name}: {part.question}" for name, part in parts.items())
+    options.add_argument("parts", nargs="*", metavar="PART", help=f"(all) {listed}")
+    options.add_argument("--json", type=Path, help="write the raw figures to this file, beside those of other parts")
+    options.add_argument("--repeats", type=int, default=repeats, help="rounds of a row (%(default)s)")
+    options.add_argument("--tiny", action="store_true", help="a toy size, on a CPU too: whether it runs, not how fast")
+    return options
+
+
+def run(options: argparse.ArgumentParser, parts: Parts, argv: Sequence[str] | None = None) -> None:
+    """Measure the parts that the command line names, and write the record after each.
+
+    Exits with status 1 if one needs a CUDA device and there is none, with 2 if there is no part of a name.
+    """
+    args = options.parse_args(argv)
+    wanted = args.parts or list(parts)
+    if unknown := [name for name in wanted if name not in parts]:
+        options.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(parts)}")
+    args.device = "cuda" if torch.cuda.is_available() and any(parts[name].gpu for name in wanted) else "cpu"
+    if args.device == "cpu" and not args.tiny and any(parts[name].gpu for name in wanted):
+        options.exit(1, "This benchmark times CUDA kernels, but torch finds no CUDA device here; nothing was timed.\n")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore")
+        level = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            for name in wanted:
+                print_header()
+                rows = parts[name].measure(args)
+                if rows is not None:
+                    print_failures(row for row in rows if isinstance(row, Row))
+                    write_json(args.json, rows, name)
+        finally:
+            logging.disable(level)
 
 
 class Progress:
@@ -255,15 +367,37 @@ class Progress:
             self.bar.close()
 
 
-def read_json(path: Path, kind: type[RowT]) -> tuple[dict[str, Any], list[RowT]]:
-    """Read a record of ``write_json`` whose rows are of class ``kind``: the machine, and the rows."""
+# ---------------------------------------------------------------------------------------------- records
+
+
+def read_json(path: Path, kind: type[Any], part: str = "") -> tuple[dict[str, Any], list[Any]]:
+    """Read a part of a record, whose rows are of class ``kind``: the machine, and the rows."""
     record = json.loads(path.read_text())
+    record = record[part] if part else record
     return record["machine"], [kind(**row) for row in record["rows"]]
 
 
-def write_json(path: Path | None, rows: Sequence[Any], **more: Any) -> None:
-    """Write a record: these rows (dataclasses), the machine, and the entries of ``more``. None writes nothing."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"command": command(), "machine": machine(), "rows": [asdict(r) for r in rows]} | more
-        path.write_text(json.dumps(record, indent=1) + "\n")
+def write_json(path: Path | None, rows: Sequence[Any], part: str = "", **more: Any) -> None:
+    """Write these rows (dataclasses), the machine, and the entries of ``more``; None writes nothing.
+
+    With a ``part``, other parts of the file stay as they are.
+    """
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {"command": command(), "machine": machine(), "rows": [asdict(r) for r in rows]} | more
+    if part:
+        record = (json.loads(path.read_text()) if path.exists() else {}) | {part: record}
+    path.write_text(text_of(record))
+
+
+def text_of(record: Mapping[str, Any]) -> str:
+    """A record as JSON, with a line for each row."""
+    entries = []
+    for key, value in record.items():
+        if key == "rows":
+            text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        else:
+            text = text_of(value) if isinstance(value, dict) and "rows" in value else json.dumps(value)
+        entries.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"

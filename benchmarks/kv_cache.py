@@ -1,7 +1,7 @@
 """Decoding with a long cache: milliseconds a token and bytes of the cache, beside transformers' own.
 
     python -m benchmarks.kv_cache --tokens 4096 8192
-    python -m benchmarks.kv_cache --device cuda --tokens 32768 --layers 8 --hidden 4096 --heads 32 --kv-heads 8
+    python -m benchmarks.kv_cache --where cuda --tokens 32768 --layers 8 --hidden 4096 --heads 32 --kv-heads 8
 
 A Llama of random weights decodes one token of each sequence. The caches are filled with random keys and values: the
 time of a prompt is not measured. Linear layers are not quantized, so that only the cache differs. ``attention`` is
@@ -10,8 +10,8 @@ torch's function alone, for one layer, without the rest of the model: its time i
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 import mxtensor as mx
 
-from .harness import Clock, Prepare, Progress, Row, Work, parser, print_table, timed, wall_clock, write_json
+from .cuda import event_clock
+from .harness import Part, Prepare, Progress, Row, Work, parser, print_table, run, timed, wall_clock
 
 PLAIN = "plain"
 """The contender with transformers' DynamicCache, in the dtype of the model."""
@@ -46,7 +47,7 @@ def _model(args: Any) -> Any:
         num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, head_dim=args.head_dim,
         max_position_embeddings=max(args.tokens) + 1024,
     )  # fmt: skip
-    with torch.device(args.device):
+    with torch.device(args.where):
         model: Any = LlamaForCausalLM(config)
     return model.to(_dtype(args)).eval().requires_grad_(False)
 
@@ -62,7 +63,7 @@ def _filled(name: str, args: Any, tokens: int) -> Any:
     cache = DynamicCache() if name == PLAIN else mx.KVCache(name)
     shape = (args.batch, args.kv_heads, tokens, args.head_dim)
     for layer in range(args.layers):
-        keys, values = (torch.randn(shape, device=args.device).to(_dtype(args)) for _ in range(2))
+        keys, values = (torch.randn(shape, device=args.where).to(_dtype(args)) for _ in range(2))
         cache.update(keys, values, layer)
     return cache
 
@@ -76,7 +77,7 @@ def _bytes(cache: Any) -> int:
 def _step(model: Any, name: str, args: Any, tokens: int, sizes: dict[str, int]) -> Work:
     """A step that decodes one token, after which the cache has one more."""
     cache = _filled(name, args, tokens)
-    ids = torch.ones(args.batch, 1, dtype=torch.long, device=args.device)
+    ids = torch.ones(args.batch, 1, dtype=torch.long, device=args.where)
     model(ids, past_key_values=cache)
     sizes[name] = _bytes(cache)
     return lambda: model(ids, past_key_values=cache)
@@ -86,27 +87,14 @@ def _attention(name: str, args: Any, tokens: int) -> Work:
     """torch's attention of one query for each head over one layer, as transformers calls it."""
     layer = _filled(name, type(args)(**{**vars(args), "layers": 1}), tokens).layers[0]
     keys, values, group = layer.keys, layer.values, args.heads // args.kv_heads
-    q = torch.randn(args.batch, args.kv_heads * group, 1, args.head_dim, device=args.device).to(_dtype(args))
+    q = torch.randn(args.batch, args.kv_heads * group, 1, args.head_dim, device=args.where).to(_dtype(args))
     return lambda: F.scaled_dot_product_attention(q, keys, values, enable_gqa=group > 1)
 
 
-def _cuda_clock(run: Work) -> Callable[[], float]:
-    def sample() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end))
-
-    return sample
-
-
-def measured(args: Any) -> list[CacheRow]:
+def measured(args: argparse.Namespace) -> list[CacheRow]:
     """A row for attention alone and one for a whole step, for each number of tokens."""
     model, names = _model(args), (PLAIN, *args.formats)
-    clock: Clock = _cuda_clock if torch.device(args.device).type == "cuda" else wall_clock
+    clock = event_clock(0.0, 1) if args.where == "cuda" else wall_clock
     progress, rows = Progress(2 * len(args.tokens), "row"), []
     for tokens in args.tokens:
         sizes: dict[str, int] = {}
@@ -121,6 +109,8 @@ def measured(args: Any) -> list[CacheRow]:
             row.cache_bytes = dict(sizes) or None
             progress.step(row.work)
     progress.close()
+    header = ["work, tokens", "cache", "ms", "speed over plain", "bytes over plain"]
+    print_table(header, [line for row in rows for line in cells(row)])
     return rows
 
 
@@ -130,29 +120,28 @@ def cells(row: CacheRow) -> list[list[str]]:
     for name, ms in row.times.items():
         share = f"{sizes[name] / sizes[PLAIN]:.4f}" if PLAIN in sizes and name in sizes else ""
         out.append([row.work, name, f"{ms:.3f}", f"{row.ratio(name, PLAIN):.2f}", share])
-    return out + [[row.work, name, "failed", error, ""] for name, error in row.failed.items()]
+    return out
 
 
-def main() -> int:
-    """Print the table, and write a record with ``--json``."""
-    options = parser((__doc__ or "").splitlines()[0])
-    options.add_argument("--device", default="cpu")
-    options.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    options.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="tokens in the cache")
-    options.add_argument("--batch", type=int, default=1)
-    options.add_argument("--layers", type=int, default=4)
-    options.add_argument("--hidden", type=int, default=512)
-    options.add_argument("--heads", type=int, default=32, help="heads of queries")
-    options.add_argument("--kv-heads", type=int, default=8, help="heads of keys and values")
-    options.add_argument("--head-dim", type=int, default=64)
-    options.add_argument("--formats", nargs="+", default=list(FORMATS))
-    args = options.parse_args()
-    rows = measured(args)
-    header = ["work, tokens", "cache", "ms", "speed over plain", "bytes over plain"]
-    print_table(header, [line for row in rows for line in cells(row)])
-    write_json(args.json, rows)
-    return 0
+PARTS = {"decode": Part("how long does a step with a long cache in codes take, and how much memory?", measured)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time caches."""
+    options = parser(__doc__ or "", PARTS)
+    add = options.add_argument
+    add("--where", default="cpu", metavar="DEVICE", help="cpu or cuda (%(default)s)")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--tokens", type=int, nargs="+", default=[4096, 8192], help="tokens in the cache")
+    add("--batch", type=int, default=1)
+    add("--layers", type=int, default=4)
+    add("--hidden", type=int, default=512)
+    add("--heads", type=int, default=32, help="heads of queries")
+    add("--kv-heads", type=int, default=8, help="heads of keys and values")
+    add("--head-dim", type=int, default=64)
+    add("--formats", nargs="+", default=list(FORMATS))
+    run(options, PARTS, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

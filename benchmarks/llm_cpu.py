@@ -1,26 +1,23 @@
-"""Tokens a second of language models on a CPU, beside plain torch, torchao and llama.cpp.
-
-    python -m benchmarks.llm_cpu --json benchmarks/results/llm_cpu.json
+"""Language models that decode on a CPU, beside torch, torchao and llama.cpp: ``python -m benchmarks.llm_cpu``.
 
 The models are SmolLM2-135M-Instruct and a Llama of 1.2 billion random weights (the shape of Llama 3.2 1B). All
 contenders of a row take turns in one process: bfloat16, float32, torchao's int8 weights, our formats (head included),
 and llama.cpp with files of the same weights. A step decodes one token of each sequence of the batch after a prompt.
 
-    python -m benchmarks.llm_cpu --modes prompt --prompt 512 --batches 1 --add --json benchmarks/results/llm_cpu.json
+    python -m benchmarks.llm_cpu --modes prompt --prompt 512 --batches 1 --add --json FILE
 
-times the prompt instead.
+times the prompt instead, and adds its rows to the record.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import copy
 import math
 import os
 import statistics
 import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -28,38 +25,165 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+import mxtensor as mx
 from examples import smollm2
+from mxtensor.compile.cpu_recording import components_of
+from mxtensor.core.compat_dynamo import compiled_alone
 
-from .bandwidth import MEGABYTES, readers, take_bandwidth
-from .cuda import Target, print_failures, print_verdicts
 from .harness import (
+    MEGABYTES,
     Clock,
+    Part,
+    Prepare,
     Progress,
     Row,
-    add_options,
-    command,
+    Work,
     cpu_clock,
-    machine,
+    parser,
     print_table,
     read_json,
+    readers,
+    run,
+    take_bandwidth,
     timed,
     wall_clock,
     write_json,
-)  # fmt: skip
-from .llama_cpp_peer import LlamaCpp, write_gguf
-from .llm_contenders import (
-    PLAIN,
-    PROMPT,
-    READING,
-    TORCHAO,
-    Steps,
-    llama_cpp_contender,
-    load,
-    read_bytes,
-    torch_contender,
-    variant,
 )
+from .llama_cpp import LlamaCpp, write_gguf
+from .peers import llama
+
+PLAIN = ("bfloat16", "float32")
+TORCHAO = "torchao int8"
+READING = "prompt"
+"""The mode in which a step is not a token, but the whole prompt."""
+PROMPT, ROOM = 16, 240
+"""Tokens of the prompt, and places of the cache after them."""
+LLAMA_1B = dict(
+    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+    num_key_value_heads=8, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
+)  # fmt: skip
+TINY = dict(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def load(name: str) -> Any:
+    """The unquantized model of a name."""
+    if name == "smollm2":
+        return smollm2.load_model()[0]
+    return llama(**(TINY if name == "tiny" else LLAMA_1B))
+
+
+def variant(model: Any, contender: str, include_head: bool) -> Any:
+    """The model as a contender has it; what it has in common with ``model`` is shared."""
+    if contender == "float32":
+        return copy.deepcopy(model).float()
+    if contender == TORCHAO:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        small = smollm2.quantized(model, smollm2.UNQUANTIZED, False)
+        quantize_(small, Int8WeightOnlyConfig())
+        return small
+    return smollm2.quantized(model, contender, include_head)
+
+
+def read_bytes(model: Any) -> int:
+    """Bytes of weights that a step reads: those of linear layers, and the rest without embeddings."""
+    lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    total = 0
+    for parameter in model.parameters():
+        if id(parameter) in lookups and id(parameter) not in products:
+            continue
+        total += sum(t.nbytes for t in components_of(parameter))
+    return total
+
+
+# ---------------------------------------------------------------------------------------------- contenders
+
+
+class Steps:
+    """Decoding with a static cache; each step writes the same places, so that all steps do the same work.
+
+    In the mode ``prompt`` a step reads the prompt.
+    """
+
+    def __init__(self, model: Any, batch: int, mode: str, prompt: int = PROMPT) -> None:
+        from transformers import StaticCache
+
+        self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=prompt + ROOM)
+        generator = torch.Generator().manual_seed(0)
+        self.prompt = torch.randint(5, model.config.vocab_size - 1, (batch, prompt), generator=generator)
+        self.forward, self.position = _forward, torch.arange(prompt)[None]
+        self._run(self.prompt, self.position)
+        self.start, self.ids = 0, self.prompt
+        if mode == READING:
+            return
+        self.start, self.ids, self.position = prompt, self.prompt[:, :1], torch.full((1, 1), prompt)
+        if mode == "attention":
+            model.set_attn_implementation("mxtensor")
+        if mode == "compiled":  # contenders do not share torch's cache of graphs
+            self.forward = compiled_alone(_forward, dynamic=False)
+        if mode == "decoding":
+            mx.compile_decoding(model)
+
+    @torch.no_grad()
+    def _run(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return self.forward(self.model, ids, position, self.cache)
+
+    def step(self) -> torch.Tensor:
+        """One token of each sequence, or its prompt; the logits."""
+        for layer in self.cache.layers:  # forget the tokens of the step before
+            if hasattr(layer, "cumulative_length"):
+                _set(layer, "cumulative_length", self.start)
+        return self._run(self.ids, self.position)
+
+    def restore(self) -> None:
+        """Give the model torch's attention and its own forward again."""
+        self.model.set_attn_implementation("sdpa")
+        vars(self.model).pop("forward", None)
+
+
+def _forward(model: Any, ids: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
+    out = model(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits  # type: ignore[no-any-return]
+
+
+def _set(layer: Any, name: str, value: int) -> None:
+    before = getattr(layer, name)
+    if isinstance(before, torch.Tensor):
+        before.fill_(value)
+    else:
+        setattr(layer, name, value)
+
+
+def torch_contender(model: Any, batch: int, mode: str, prompt: int, ready: list[Steps]) -> Prepare:
+    """The work of one step; ``ready`` gets what has to be restored after the row."""
+
+    def prepare() -> Work:
+        ready.append(steps := Steps(model, batch, mode, prompt))
+        return steps.step
+
+    return prepare
+
+
+def llama_cpp_contender(path: Path, batch: int, threads: int, mode: str, prompt: int, ready: list[LlamaCpp]) -> Prepare:
+    """The work of one step of llama.cpp; ``ready`` gets what has to be closed after the row."""
+
+    def prepare() -> Work:
+        ready.append(peer := LlamaCpp(path, batch, prompt, threads, prompt + ROOM))
+        return peer.read if mode == READING else peer.step
+
+    return prepare
+
+
+# ---------------------------------------------------------------------------------------------- rows
 
 CAST = "mxfp4-weight-mxint8-activation"
 FORMATS = ("mxfp8-weight-only", "mxfp4-weight-only", "nvfp4-weight-only", "mxint8", CAST)
@@ -101,10 +225,6 @@ class LlmRow(Row):
         """The speed over that of the faster of bfloat16 and float32."""
         plain = [self.times[base] for base in PLAIN if base in self.times]
         return min(plain) / self.times[name] if plain and name in self.times else math.nan
-
-    def over(self, name: str, other: str) -> float:
-        """The speed over that of another contender."""
-        return self.ratio(name, other)
 
     def share(self, name: str) -> float:
         """The share of the memory bandwidth that reading the weights takes."""
@@ -177,35 +297,9 @@ class Bench:
             torch._dynamo.reset()
 
 
-# ---------------------------------------------------------------------------------------------- targets
+# ---------------------------------------------------------------------------------------------- the command
 
-Figures = Callable[[Sequence[LlmRow]], Iterable[tuple[str, float]]]
-
-
-def over_plain(name: str) -> Figures:
-    return lambda rows: [(row.work, row.over_plain(name)) for row in rows if row.batch == 1 and row.mode != READING]
-
-
-def over_llama_cpp(rows: Sequence[LlmRow]) -> Iterable[tuple[str, float]]:
-    return [(f"{row.work}, {ours}", row.over(ours, peer)) for row in rows for ours, peer in EQUAL_BITS.items()]
-
-
-def share_of_bandwidth(rows: Sequence[LlmRow]) -> Iterable[tuple[str, float]]:
-    of_1b = [row for row in rows if row.model == "llama-1b" and row.batch == 1 and row.mode != READING]
-    return [(f"{row.work}, {name}", row.share(name)) for row in of_1b for name in row.times if name in FORMATS]
-
-
-TARGETS = (
-    Target("mxfp8 over the faster of bf16 and f32, batch 1", ">=", 1.6, over_plain("mxfp8-weight-only")),
-    Target("mxfp4 over the faster of bf16 and f32, batch 1", ">=", 2.3, over_plain("mxfp4-weight-only")),
-    Target("over llama.cpp at equal bits", ">=", 0.8, over_llama_cpp),
-    Target("share of the bandwidth, 1B model, batch 1", ">=", 0.7, share_of_bandwidth),
-)
 HEADER = ["work", "contender", "ms per step", "tokens/s", "over plain", "over llama.cpp", "of bandwidth"]
-
-
-def _number(value: float, digits: int = 2) -> str:
-    return "" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def lines(rows: Sequence[LlmRow]) -> list[list[str]]:
@@ -215,72 +309,17 @@ def lines(rows: Sequence[LlmRow]) -> list[list[str]]:
         ours = [row.over_plain(name) for name in row.times if name.startswith(("mx", "nv", "float8"))]
         return min([ratio for ratio in ours if not math.isnan(ratio)], default=math.inf)
 
+    def number(value: float, digits: int = 2) -> str:
+        return "" if math.isnan(value) else f"{value:.{digits}f}"
+
     return [
         [
-            row.work, name, _number(row.times[name]), _number(row.tokens_a_second(name), 1),
-            _number(row.over_plain(name)), _number(row.over(name, EQUAL_BITS.get(name, ""))), _number(row.share(name)),
+            row.work, name, number(row.times[name]), number(row.tokens_a_second(name), 1),
+            number(row.over_plain(name)), number(row.ratio(name, EQUAL_BITS.get(name, ""))), number(row.share(name)),
         ]
         for row in sorted(rows, key=worst)
         for name in sorted(row.times, key=row.over_plain)
     ]  # fmt: skip
-
-
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_options(parser, repeats=9)
-    add = parser.add_argument
-    add("--models", nargs="+", default=MODELS, choices=(*MODELS, "tiny"), help="(both)")
-    add("--threads", nargs="+", type=int, default=(1, 2), help="numbers of threads (1 2)")
-    add("--batches", nargs="+", type=int, default=(1, 4, 16), help="sequences that are decoded together (1 4 16)")
-    add("--modes", nargs="+", default=MODES, choices=(*MODES, READING), help="(all but prompt); llama.cpp has one")
-    add("--compiled-batches", nargs="+", type=int, help="batches of the mode compiled, which takes minutes (--batches)")
-    add("--prompt", type=int, default=PROMPT, help="tokens before those of the steps, or of a step (%(default)s)")
-    add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
-    add("--seconds", type=float, default=20, help="for the rounds of one row (%(default)s)")
-    add("--fastest", action="store_true", help="the fastest step counts, not the median: for a machine in use")
-    add("--no-peers", action="store_true", help="without torchao and llama.cpp")
-    add("--no-head", action="store_true", help="leave head and embedding in bfloat16")
-    add("--cpu-time", action="store_true", help="the CPU time of this process, on one thread: for a machine in use")
-    add("--add", action="store_true", help="keep the rows of the record that are not measured again")
-    args = parser.parse_args(argv)
-    if args.add and args.json is None:
-        parser.error("--add needs --json, the record to add to")
-    if args.cpu_time and set(args.threads) != {1}:
-        parser.error("--cpu-time needs --threads 1: threads that wait for each other use CPU time too")
-    return args
-
-
-def measured(args: argparse.Namespace, saved: Sequence[LlmRow]) -> list[LlmRow]:
-    """The rows that these arguments ask for; the record is written after each, behind the rows ``saved``."""
-    work, clock = wanted(args), cpu_clock if args.cpu_time else wall_clock
-    rows, progress = [], Progress(len(work), "row")
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.models:
-            bench = Bench(name, args.formats, not args.no_head, not args.no_peers, Path(folder))
-            for _, threads, batch, mode in (found for found in work if found[0] == name):
-                rows.append(
-                    bench.row(threads, batch, mode, args.repeats, args.seconds, args.fastest, clock, args.prompt)
-                )
-                progress.step(rows[-1].work)
-                write_json(args.json, [*saved, *rows])
-            del bench
-    progress.close()
-    return rows
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every model, number of threads, batch and mode; print the table and the targets."""
-    args = parsed(argv)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    saved = saved_rows(args.json, args) if args.add else []
-    rows = [*saved, *measured(args, saved)]
-    info = machine()
-    print(f"\n{command()}\n{info['cpu']}, memory is read at {bandwidths(rows)}\n")
-    print_table(HEADER, lines(rows))
-    print_failures(rows)
-    print_verdicts(TARGETS, rows)
 
 
 def wanted(args: argparse.Namespace) -> list[tuple[str, int, int, str]]:
@@ -299,17 +338,58 @@ def saved_rows(path: Path, args: argparse.Namespace) -> list[LlmRow]:
     """The rows of a record that these arguments do not measure."""
     if not path.exists():
         return []
-    _, rows = read_json(path, LlmRow)
+    _, rows = read_json(path, LlmRow, DECODE)
     repeated = {(*each, args.prompt) for each in wanted(args)}
     return [row for row in rows if (row.model, row.threads, row.batch, row.mode, row.prompt) not in repeated]
 
 
-def bandwidths(rows: Sequence[LlmRow]) -> str:
-    """The greatest bandwidth of each number of threads."""
-    best: dict[int, float] = {}
-    for row in rows:
-        best[row.threads] = max(row.bandwidth, best.get(row.threads, 0.0))
-    return ", ".join(f"{gbps:.1f} GB/s on {threads} threads" for threads, gbps in best.items())
+def decode(args: argparse.Namespace) -> list[LlmRow]:
+    """Every model, number of threads, batch and mode; the record is written after each row."""
+    saved = saved_rows(args.json, args) if args.add else []
+    work, clock = wanted(args), cpu_clock if args.cpu_time else wall_clock
+    rows, progress = list[LlmRow](), Progress(len(work), "row")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.models:
+            bench = Bench(name, args.formats, not args.no_head, not args.no_peers, Path(folder))
+            for _, threads, batch, mode in (found for found in work if found[0] == name):
+                rows.append(
+                    bench.row(threads, batch, mode, args.repeats, args.seconds, args.fastest, clock, args.prompt)
+                )
+                progress.step(rows[-1].work)
+                write_json(args.json, [*saved, *rows], DECODE)
+            del bench
+    progress.close()
+    print_table(HEADER, lines([*saved, *rows]))
+    return [*saved, *rows]
+
+
+DECODE = "decode"
+PARTS = {DECODE: Part("how many tokens per second do language models decode on a CPU, beside llama.cpp?", decode)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time language models on this CPU."""
+    options = parser(__doc__ or "", PARTS, repeats=9)
+    add = options.add_argument
+    add("--models", nargs="+", default=MODELS, choices=(*MODELS, "tiny"), help="(both)")
+    add("--threads", nargs="+", type=int, default=(1, 2), help="numbers of threads (1 2)")
+    add("--batches", nargs="+", type=int, default=(1, 4, 16), help="sequences that are decoded together (1 4 16)")
+    add("--modes", nargs="+", default=MODES, choices=(*MODES, READING), help="(all but prompt); llama.cpp has one")
+    add("--compiled-batches", nargs="+", type=int, help="batches of the mode compiled, which takes minutes (--batches)")
+    add("--prompt", type=int, default=PROMPT, help="tokens before those of the steps, or of a step (%(default)s)")
+    add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="what quantize_ takes")
+    add("--seconds", type=float, default=20, help="for the rounds of one row (%(default)s)")
+    add("--fastest", action="store_true", help="the fastest step counts, not the median: for a machine in use")
+    add("--no-peers", action="store_true", help="without torchao and llama.cpp")
+    add("--no-head", action="store_true", help="leave head and embedding in bfloat16")
+    add("--cpu-time", action="store_true", help="the CPU time of this process, on one thread: for a machine in use")
+    add("--add", action="store_true", help="keep the rows of the record that are not measured again")
+    args = options.parse_args(argv)
+    if args.add and args.json is None:
+        options.error("--add needs --json, the record to add to")
+    if args.cpu_time and set(args.threads) != {1}:
+        options.error("--cpu-time needs --threads 1: threads that wait for each other use CPU time too")
+    run(options, PARTS, argv)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Unmodified models of transformers: what ``quantize_`` converts, and what works afterwards (extra ``test``).
 
-    python -m benchmarks.models                    print a table of every model
-    python -m benchmarks.models llama gpt2         print a table of these models
-    python -m benchmarks.models --json FILE        also write the record that docs/models.md shows
+    python -m benchmarks.models                        print a table of every model
+    python -m benchmarks.models --only llama gpt2      print a table of these models
+    python -m benchmarks.models --json FILE            also write the record that docs/guide/models.md shows
 
 Every model is built from a small configuration with random weights, so nothing is downloaded. An error therefore shows
-how a format interacts with the layers. It does not show how good a trained model stays. The file is long because it
-has both the list of models and the questions, and each question is one function.
+how a format interacts with the layers. It does not show how good a trained model stays.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import logging
 import os
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
-from benchmarks.harness import print_table, write_json
+from benchmarks.harness import Part, parser, print_table, run
 
 FORMATS = ("mxfp8", "nvfp4", "mxfp4-weight-only")
 TOKENS = 8
@@ -326,26 +323,32 @@ def cells(found: Mapping[str, Any]) -> list[str]:
 
 def recorded() -> list[dict[str, Any]]:
     """The rows of the record in the repository, in the order of CASES."""
-    return json.loads(RECORD.read_text())["rows"]  # type: ignore[no-any-return]
+    return json.loads(RECORD.read_text())[PART]["rows"]  # type: ignore[no-any-return]
 
 
-def main() -> None:
-    """Print the table of the models on the command line, or of all, and write the record."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(CASES)} (default: all)")
-    parser.add_argument("--json", type=Path, help="write the raw figures to this file")
-    parser.add_argument("--load", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+def measured(args: argparse.Namespace) -> list[Row]:
+    """The table of the models that the command line names, or of all."""
+    if unknown := set(args.only) - set(CASES):
+        raise SystemExit(f"there is no model {', '.join(sorted(unknown))}; the models are {', '.join(CASES)}")
+    found = rows(args.only)
+    print_table(list(HEADER), [cells(asdict(r)) for r in found])
+    return found
+
+
+PART = "models"
+PARTS = {PART: Part("what works in transformers' models after quantize_?", measured)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table, and write the record."""
+    options = parser(__doc__ or "", PARTS)
+    options.add_argument("--only", nargs="*", default=(), metavar="MODEL", help=f"any of {', '.join(CASES)} (all)")
+    options.add_argument("--load", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    args = options.parse_args(argv)
     if args.load is not None:
         print(json.dumps({path.stem: loads(path.stem, args.load) for path in sorted(args.load.glob("*.pt"))}))
         return
-    if unknown := set(args.models) - set(CASES):
-        parser.error(f"unknown model: {', '.join(sorted(unknown))}; the models are {', '.join(CASES)}")
-    found = rows(args.models)
-    print_table(list(HEADER), [cells(asdict(r)) for r in found])
-    write_json(args.json, found)
+    run(options, PARTS, argv)
 
 
 if __name__ == "__main__":

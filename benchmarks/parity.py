@@ -1,9 +1,9 @@
 """Whether quantized training reaches the loss of bfloat16: ``python -m benchmarks.parity --arms bf16:2,mxfp8:2,nvfp4``.
 
-Every arm (``parity_arms``) trains the GPT of ``examples.train_lm`` on real text (``corpus``); a token is a byte. All
-arms of a seed start with the same weights and see the same windows in the same order. The four linear layers of every
-block are quantized. Everything else runs in bfloat16 under torch.autocast, with float32 parameters and AdamW states.
-The learning rate rises linearly, then falls as a cosine to a tenth of its peak at the end of ``--tokens``.
+Every arm (``parity_record.ARMS``) trains the GPT of ``examples.train_lm`` on real text (``corpus``); a token is a byte.
+All arms of a seed start with the same weights and see the same windows in the same order. The four linear layers of
+every block are quantized. Everything else runs in bfloat16 under torch.autocast, with float32 parameters and AdamW
+states. The learning rate rises linearly, then falls as a cosine to a tenth of its peak at the end of ``--tokens``.
 
     python -m benchmarks.parity --size medium                      25 million parameters, 33M tokens an arm
     python -m benchmarks.parity --size large --tokens 300M --devices 2 --minutes 9 --folder out/parity
@@ -36,8 +36,7 @@ from examples.run import Run, Settings, products_of, quantized_weights
 
 from . import corpus
 from .harness import machine, print_table
-from .parity_arms import ARMS, Arm
-from .parity_record import RESULTS, Header, Point, append, path_of, read, read_all, start, table_of
+from .parity_record import ARMS, RESULTS, Arm, Header, Point, append, path_of, read, read_all, start, table_of
 
 TOKENS = {"tiny": 0.02e6, "small": 1e6, "medium": 32.768e6, "base": 100e6, "large": 300e6}
 """The default length of an arm by size."""

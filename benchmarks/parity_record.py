@@ -1,4 +1,4 @@
-"""The records of ``benchmarks.parity``: a JSONL file for each run, and what they say together.
+"""What ``benchmarks.parity`` trains (its arms), the JSONL file of each run, and what the runs say together.
 
 The first line of a file describes the run (``Header``), each line after it a point (``Point``). Kernels of a GPU add
 in any order, so that a run that is repeated ends at another loss: a seed may have several runs.
@@ -8,12 +8,106 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .parity_arms import ARMS, BASE
+from mxtensor.recipe import (
+    Float8CurrentScaling,
+    Format,
+    MXFP4BlockScaling,
+    MXFP6BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from mxtensor.recipe.block_scaling import RANDOM_SIGNS
+from mxtensor.recipe.linear_recipe import LinearRecipe
+
+from .harness import Target
+
+# ---------------------------------------------------------------------------------------------- arms
+
+BASE = "bf16"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train the model."""
+
+    what: str
+    """The arm in words."""
+    recipe: Callable[[], Recipe | LinearRecipe] | None = None
+    """None: unquantized, under torch.autocast in bfloat16, as the unquantized operations of all arms are."""
+    kernel: str | None = None
+    """The product kernel that all products must take; None: the one that mxtensor chooses."""
+    last: float = 0.0
+    """The share of the steps, at the end, that run unquantized."""
+    blocks: int = 0
+    """The last blocks of the model that stay unquantized."""
+
+
+def _mxfp8_floor() -> MXFP8BlockScaling:
+    return MXFP8BlockScaling(input_scaling="floor", weight_scaling="floor", grad_scaling="floor")
+
+
+def _mxfp8_backward() -> LinearRecipe:
+    recipe = MXFP8BlockScaling().linear_recipe()
+    x, weight = (replace(casts, rowwise=None) for casts in (recipe.input, recipe.weight))
+    return replace(recipe, input=x, weight=weight, name="MXFP8, dgrad and wgrad")
+
+
+def _mxfp4_rotated() -> LinearRecipe:
+    recipe = MXFP4BlockScaling().linear_recipe()
+    x, grad = (replace(casts, signs=RANDOM_SIGNS) for casts in (recipe.input, recipe.grad))
+    return replace(recipe, input=x, grad=grad, name="MXFP4, rotated")
+
+
+LAST = 0.1
+ARMS: dict[str, Arm] = {
+    BASE: Arm("not quantized"),
+    "mxfp8": Arm("E4M3, RCEIL scales", MXFP8BlockScaling),
+    "mxfp8-floor": Arm("FLOOR scales, the rule of the OCP specification", _mxfp8_floor),
+    "mxfp8-e5m2": Arm("E5M2 gradients", partial(MXFP8BlockScaling, fp8_format=Format.HYBRID)),
+    "mxfp8-32x32": Arm("32x32 tiles of weights", partial(MXFP8BlockScaling, two_dimensional_weights=True)),
+    "mxfp8-dequant": Arm("products of dequantized values in bfloat16", MXFP8BlockScaling, kernel="dequant"),
+    "mxfp8-fprop": Arm(
+        "fprop quantized, not dgrad and wgrad", partial(MXFP8BlockScaling, backward_override="high_precision")
+    ),
+    "mxfp8-backward": Arm("dgrad and wgrad quantized, not fprop", _mxfp8_backward),
+    "mxfp8-same": Arm(
+        "dgrad and wgrad with the values of fprop", partial(MXFP8BlockScaling, backward_override="dequantized")
+    ),
+    "float8-current": Arm("float8, one scale per tensor, E5M2 gradients", Float8CurrentScaling),
+    "float8-e4m3": Arm("float8, one scale per tensor, E4M3 gradients", partial(Float8CurrentScaling, Format.E4M3)),
+    "float8-power-2": Arm(
+        "float8, one scale per tensor, a power of two", partial(Float8CurrentScaling, use_power_2_scales=True)
+    ),
+    "mxfp6": Arm("E2M3", MXFP6BlockScaling),
+    "nvfp4": Arm("rotation, stochastic rounding, 16x16 tiles of weights", NVFP4BlockScaling),
+    "nvfp4-no-rotation": Arm("NVFP4 without rotation", partial(NVFP4BlockScaling, disable_rht=True)),
+    "nvfp4-nearest": Arm(
+        "NVFP4 without stochastic rounding", partial(NVFP4BlockScaling, disable_stochastic_rounding=True)
+    ),
+    "nvfp4-1d": Arm("NVFP4 without tiles of weights", partial(NVFP4BlockScaling, disable_2d_quantization=True)),
+    "nvfp4-last-bf16": Arm(f"NVFP4, the last {LAST:.0%} of the steps in bfloat16", NVFP4BlockScaling, last=LAST),
+    "nvfp4-two-blocks": Arm(
+        "the same, and the last two blocks in bfloat16 in all steps", NVFP4BlockScaling, last=LAST, blocks=2
+    ),
+    "mxfp4": Arm("stochastic rounding", MXFP4BlockScaling),
+    "mxfp4-rotation": Arm("MXFP4 with the rotation of NVFP4", _mxfp4_rotated),
+    "mxfp4-nearest": Arm("MXFP4 without stochastic rounding", partial(MXFP4BlockScaling, stochastic_rounding=False)),
+    "mxfp4-32x32": Arm(
+        "MXFP4 with 32x32 tiles of weights", partial(MXFP4BlockScaling, two_dimensional_weights=True)
+    ),
+    "mxfp4-last-bf16": Arm(f"MXFP4, the last {LAST:.0%} of the steps in bfloat16", MXFP4BlockScaling, last=LAST),
+}  # fmt: skip
+"""Name -> arm, in the order of the tables."""
+
+
+# ---------------------------------------------------------------------------------------------- records
 
 RESULTS = Path(__file__).resolve().parent / "results" / "parity"
 
@@ -223,3 +317,52 @@ def lines(results: Sequence[Result]) -> list[list[str]]:
             apart(name, WHOLE, WHOLE), apart(name, at_end("whole_unquantized"), WHOLE),
         ])  # fmt: skip
     return found
+
+
+# ---------------------------------------------------------------------------------------------- targets
+
+Figures = Iterable[tuple[str, float]]
+MXFP8, EXACT = "mxfp8", "mxfp8-dequant"
+NVFP4 = "nvfp4-last-bf16"
+"""With all ingredients."""
+TWO_BLOCKS = "nvfp4-two-blocks"
+
+
+def _apart(arm: str, results: Sequence[Result], loss: Loss = HELD_OUT) -> Figures:
+    """The distance of the arm's ``loss`` from that of bf16, in percent."""
+    runs = by_arm(results)
+    found = distances(runs.get(arm, []), runs.get(BASE, []), loss, loss)
+    return [(arm, abs(100 * statistics.fmean(found)))] if found else []
+
+
+def _spreads(arm: str, other: str, results: Sequence[Result]) -> Figures:
+    """The distance of the mean losses of two arms, in units of the larger spread of their seeds."""
+    runs = by_arm(results)
+    ours, theirs = (by_seed(runs.get(name, [])) for name in (arm, other))
+    apart = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    unit = max((spread(runs[name]) for name, seeds in ((arm, ours), (other, theirs)) if len(seeds) > 1), default=0.0)
+    return [(f"{arm} and {other}", abs(sum(apart) / len(apart)) / unit)] if apart and unit else []
+
+
+def _speed(arm: str, results: Sequence[Result]) -> Figures:
+    """Tokens a second of the arm over those of bf16, the means over their seeds."""
+    runs = by_arm(results)
+    if arm not in runs or BASE not in runs:
+        return []
+    ours, base = ([run.tokens_per_second for run in runs[name]] for name in (arm, BASE))
+    return [(arm, sum(ours) / len(ours) * len(base) / sum(base))]
+
+
+QUALITY = (
+    Target("MXFP8, distance from bf16 [%]", "<=", 0.3, lambda rows: _apart(MXFP8, rows)),
+    Target("MXFP8, distance from bf16 [spread of seeds]", "<=", 2.0, lambda rows: _spreads(MXFP8, BASE, rows)),
+    Target("MXFP8, distance from bf16 on the whole held-out text [%]", "<=", 0.3, lambda r: _apart(MXFP8, r, WHOLE)),
+    Target("NVFP4 with all ingredients, distance from bf16 [%]", "<=", 1.0, lambda rows: _apart(NVFP4, rows)),
+    Target("the same with two blocks in bf16 [%]", "<=", 1.0, lambda rows: _apart(TWO_BLOCKS, rows)),
+    Target(
+        "FP8 tensor cores, distance from dequantized values [spread of seeds]", "<=", 1.0,
+        lambda rows: _spreads(MXFP8, EXACT, rows),
+    ),
+)  # fmt: skip
+SPEED = Target("MXFP8, tokens/s over bf16", ">=", 1.0, lambda rows: _speed(MXFP8, rows))
+TARGETS = (*QUALITY, SPEED)

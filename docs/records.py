@@ -1,69 +1,51 @@
-"""What the benchmarks recorded, as text and tables of the documentation: one function for each record."""
+"""What the benchmarks recorded, as text and tables of the documentation: one function for each table.
+
+``records_benchmarks`` has those of docs/reference/benchmarks.md.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, RowT, read_json
+from benchmarks import fsdp as fsdp_bench
+from benchmarks import generate, layers, quality, scale, training
+from benchmarks.harness import VERDICT_HEADER, read_json
+from benchmarks.parity_record import TARGETS, by_arm, read_all, table_of
 from docs.markdown import table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 ASSETS = ROOT / "docs" / "assets"
+PICTURES = {
+    "layers": "Speed of linear layers over bfloat16 by the number of rows, for three formats and two GPUs",
+    "generate": "Tokens per second over bfloat16 of a model that decodes, by format and batch",
+    "llm_cpu": "Speed over llama.cpp of two language models on a CPU, by format and way to run them",
+    "training": "Time of a training step over bfloat16, by recipe and shape",
+    "cast": "Share of the copy bandwidth that each cast reaches, by format and size",
+    "quality": "KL divergence over bits per value, by library, format and method",
+}
+"""What benchmarks/plots.py draws of records, in words."""
+
+
+def part(record: str, name: str, kind: type[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """A part of a record: the machine, and the rows of class ``kind``."""
+    return read_json(RESULTS / f"{record}.json", kind, name)
+
+
+def picture(name: str) -> str:
+    """A picture, with what it shows in words."""
+    return f"![{PICTURES[name]}](../assets/{name}.png)"
 
 
 def where_measured(device: str, machine: dict[str, Any]) -> str:
     """What the figures of a record were measured on."""
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
     return f"{device}, Python {machine['python']}, {versions}; {machine['date']}."
-
-
-def processor(machine: dict[str, Any]) -> str:
-    """The processor of a record, with its instruction sets if the record has them."""
-    return " ".join([machine["cpu"], *machine.get("instructions", ())])
-
-
-def _recorded(name: str, header: list[str], cells: Callable[[Row], list[list[str]]]) -> str:
-    machine, rows = read_json(RESULTS / f"{name}.json", Row)
-    where = where_measured(f"{machine['cpu']}, {machine['threads']} threads", machine)
-    return f"{where}\n\n" + table(", ".join(header), [line for row in rows for line in cells(row)])
-
-
-def on_gpu(name: str, kind: type[RowT], sections: Callable[[list[RowT]], list[str]], command: str | None = None) -> str:
-    """The record of a GPU benchmark as text, tables and its picture; a sentence where there is none yet.
-
-    ``command``: of ``python -m benchmarks``, if it is not ``name``.
-    """
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        line = f"python -m benchmarks.{command or name} --json benchmarks/results/{name}.json"
-        return f"Not recorded yet: `{line}` writes the record."
-    machine, rows = read_json(path, kind)
-    paragraphs = [where_measured(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), *sections(rows)]
-    if (ASSETS / f"{name}.png").exists():
-        paragraphs.insert(1, f"![{PICTURES[name]}](../assets/{name}.png)")
-    return "\n\n".join(paragraphs)
-
-
-PICTURES = {
-    "cast": "Share of the copy bandwidth that each cast reaches, by format and size",
-    "decode": "Time of a linear layer over the number of rows, bfloat16 and weight-only MXFP8 and MXFP4",
-    "linear": "Time of a linear layer over that of bfloat16, by format and shape",
-    "quality": "KL divergence over bits per value, by library, format and method",
-    "train_linear": "Time of forward and backward of a linear layer over that of bfloat16, by recipe and shape",
-}
-"""What benchmarks/plots.py draws of a record, in words."""
-
-
-def cpu() -> str:
-    """What benchmarks/cpu.py recorded."""
-    from benchmarks.cpu import HEADER, cells
-
-    return _recorded("cpu", HEADER, cells)
 
 
 def llm() -> str:
@@ -76,215 +58,152 @@ def llm() -> str:
     return f"{table(', '.join(HEADER), map(cells, results))}\n\n{where}"
 
 
-def llm_cpu(name: str = "llm_cpu", options: str = "") -> str:
-    """What benchmarks/llm_cpu.py recorded; a sentence where there is none yet. ``options``: of its command."""
-    from benchmarks.cuda import VERDICT_HEADER
-    from benchmarks.llm_cpu import HEADER, TARGETS, LlmRow, bandwidths, lines
-
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        line = f"python -m benchmarks.llm_cpu{options} --json benchmarks/results/{name}.json"
-        return f"Not recorded yet: `{line}` writes the record."
-    machine, rows = read_json(path, LlmRow)
-    verdicts = [target.verdict(rows) for target in sorted(TARGETS, key=lambda target: target.margin(rows))]
-    loads = f"the system's load was {min(row.load for row in rows):.1f} to {max(row.load for row in rows):.1f}"
-    paragraphs = [
-        where_measured(f"{processor(machine)}, memory is read at {bandwidths(rows)}, {loads}", machine),
-        table(", ".join(VERDICT_HEADER), verdicts),
-        table(", ".join(HEADER), lines(rows)),
-    ]
-    return "\n\n".join(paragraphs)
-
-
-def llm_cpu_16_cores() -> str:
-    """What benchmarks/llm_cpu.py recorded on 16 cores."""
-    return llm_cpu("llm_cpu_16_cores", " --threads 1 16 --compiled-batches 1")
-
-
-def cpu_sweep() -> str:
-    """What benchmarks/cpu_sweep.py recorded: for each number of rows the mean and the worst of all products."""
-    from benchmarks.cpu_sweep import BY_ROWS, TARGETS, by_rows, ratios
-
-    machine, rows = read_json(RESULTS / "cpu_sweep.json", Row)
-    (target,) = TARGETS
-    slower = sorted(((ratio, work) for work, ratio in ratios(rows) if ratio > target.limit), reverse=True)
-    return "\n\n".join([
-        where_measured(f"{processor(machine)}, {machine['threads']} threads", machine),
-        table(", ".join(BY_ROWS), by_rows(rows)),
-        f"Of {len(rows):,} products {len(slower)} took more than {target.limit} of the time: "
-        + "; ".join(f"{work} ({ratio:.2f})" for ratio, work in slower) + ".",
-    ])  # fmt: skip
+# ---------------------------------------------------------------------------------------------- quality
 
 
 def calibration() -> str:
-    """What benchmarks/calibration.py recorded."""
-    from benchmarks.calibration import HEADER, cells, read
-
-    path = RESULTS / "calibration.json"
-    record, rows = json.loads(path.read_text()), read(path)
+    """Methods of calibration, with the share of the KL of rounding to nearest that is gone."""
+    record = json.loads((RESULTS / "quality-epyc.json").read_text())["calibration"]
+    rows = quality.read(RESULTS / "quality-epyc.json", quality.MethodRow, "calibration")
+    found = {(row.format, row.method): row.quality for row in rows}
+    lines = []
+    for row in rows:
+        line = [row.format, row.method, f"{row.bits:.2f}", f"{row.seconds:.0f}"]
+        base = f"nearest{quality.WITH_HEAD}" if row.method.endswith(quality.WITH_HEAD) else "nearest"
+        for name, q in row.quality.items():
+            nearest = found.get((row.format, base))
+            gone = "" if nearest is None or row.method == base else f"{1 - q.kl / nearest[name].kl:.0%}"
+            line += [f"{q.perplexity:.2f}", f"{q.kl:.4f} +- {q.kl_error:.4f}", gone]
+        lines.append(line)
+    figures = ", ".join(f"{name}: {figure}" for name in quality.TEXTS for figure in ("perplexity", "KL", "KL removed"))
     machine = record["machine"]
     where = where_measured(
         f"{record['sequences']} sequences of {record['window']} tokens; {machine['cpu']}, 1 thread", machine
     )
-    return f"{table(', '.join(HEADER), cells(rows))}\n\n{where}"
+    return f"{table(f'format, method, bits/value, seconds, {figures}', lines)}\n\n{where}"
 
 
-def quality() -> str:
-    """What benchmarks/quality.py recorded, with its picture."""
-    from benchmarks.quality import HEADER, cells, read
-
-    path = RESULTS / "quality.json"
-    record, rows = json.loads(path.read_text()), read(path)
+def weights() -> str:
+    """Formats of several libraries, with the picture."""
+    record = json.loads((RESULTS / "quality-epyc.json").read_text())["weights"]
+    rows = quality.read(RESULTS / "quality-epyc.json", quality.WeightsRow, "weights")
     machine = record["machine"]
     before = ", ".join(f"{value:.2f} ({name})" for name, value in record["perplexity"].items())
     where = f"SmolLM2-135M-Instruct; perplexity before: {before}. " + where_measured(machine["cpu"], machine)
-    picture = f"![{PICTURES['quality']}](../assets/quality.png)"
-    return f"{picture}\n\n{where}\n\n{table(', '.join(HEADER), cells(rows))}"
+    lines = [
+        [*row.key, f"{row.sequences or ''}", f"{row.bits:.2f}", *quality.figures(row.quality)]
+        for row in sorted(rows, key=lambda row: (-row.bits, row.key))
+    ]
+    header = ["library", "format", "method", "sequences", "bits/value", *quality.FIGURES]
+    return f"{picture('quality')}\n\n{where}\n\n{table(', '.join(header), lines)}"
 
 
-def host() -> str:
-    """What benchmarks/host.py recorded, on CPU and with ``--cuda``."""
-    from benchmarks.host import HEADER, cells
-
-    def sections(rows: list[Row]) -> list[str]:
-        return [table(", ".join(HEADER), [line for row in rows for line in cells(row)])]
-
-    return "\n\n".join((_recorded("host", HEADER, cells), on_gpu("host_gpu", Row, sections)))
-
-
-def cast() -> str:
-    """What benchmarks/cast.py recorded."""
-    from benchmarks import cast as bench
-    from benchmarks.cuda import VERDICT_HEADER
-
-    def sections(rows: list[bench.CastRow]) -> list[str]:
-        by_torchao = [line for row in rows for line in bench.peer_cells(row)]
-        host = [bench.host_cells(row) for row in rows if row.kind == bench.HOST]
-        return [
-            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
-            "Share of the copy bandwidth, and time:",
-            table(", ".join(bench.SUMMARY_HEADER), bench.summary(rows)),
-            *(["Beside torchao:", table(", ".join(bench.PEER_HEADER), by_torchao)] if by_torchao else []),
-            f"Microseconds of host time of one `mx.quantize` of a {bench.SMALL}x{bench.SMALL} tensor:",
-            table("format, rowwise, both, torchao", host),
-        ]
-
-    return on_gpu("cast", bench.CastRow, sections)
-
-
-def linear() -> str:
-    """What benchmarks/linear.py recorded."""
-    from benchmarks import linear as bench
-    from benchmarks.cuda import VERDICT_HEADER
-
-    def sections(rows: list[bench.LinearRow]) -> list[str]:
-        header, lines = bench.summary(rows)
-        return [
-            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
-            "Time over bfloat16 by shape (M x N x K), lower is better:",
-            table(", ".join(header), lines),
-        ]
-
-    return on_gpu("linear", bench.LinearRow, sections)
-
-
-def train_linear() -> str:
-    """What benchmarks/train_linear.py recorded."""
-    from benchmarks import train_linear as bench
-    from benchmarks.cuda import VERDICT_HEADER
-
-    def sections(rows: list[bench.TrainRow]) -> list[str]:
-        memory = json.loads((RESULTS / "train_linear.json").read_text())["chain_memory"]
-        return [
-            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
-            "Forward and backward of one layer, M x N x K:",
-            table(", ".join(bench.HEADER), [bench.cells(row) for row in rows]),
-            f"Memory of a step of {bench.CHAIN} layers 8192x8192, parameters and gradients in bfloat16:",
-            table(", ".join(h.replace(",", "") for h in bench.MEMORY_HEADER), memory),
-        ]
-
-    return on_gpu("train_linear", bench.TrainRow, sections)
-
-
-def train_grouped() -> str:
-    """What benchmarks/train_grouped.py recorded."""
-    from benchmarks import train_grouped as bench
-    from benchmarks.cuda import VERDICT_HEADER
-
-    def sections(rows: list[bench.GroupedRow]) -> list[str]:
-        return [
-            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
-            table(", ".join(bench.HEADER), [[cell.replace(", ", "; ") for cell in bench.cells(row)] for row in rows]),
-        ]
-
-    return on_gpu("train_grouped", bench.GroupedRow, sections)
-
-
-def decode() -> str:
-    """What benchmarks/decode.py recorded."""
-    from benchmarks import decode as bench
-    from benchmarks.cuda import VERDICT_HEADER
-
-    def sections(rows: list[bench.DecodeRow]) -> list[str]:
-        return [
-            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
-            "Times as fast as bfloat16 by shape (N x K), and microseconds:",
-            table(", ".join(bench.HEADER), bench.lines(rows)),
-        ]
-
-    def beside_peers(rows: list[bench.DecodeRow]) -> list[str]:
-        return [
-            "Comparison with other libraries, at {}x{}, times as fast as bfloat16:".format(*bench.PEER_SHAPE),
-            table(", ".join(["rows", *(name.replace(",", "") for name in bench.peer_names())]), bench.peer_lines(rows)),
-        ]
-
-    return "\n\n".join(
-        (on_gpu("decode", bench.DecodeRow, sections), on_gpu("decode_peers", bench.DecodeRow, beside_peers))
+def qat() -> str:
+    """The quality of each stage, and how much of the calibrated model's KL divergence training removes."""
+    record = json.loads((RESULTS / "qat.json").read_text())
+    rows, machine, done = record["rows"], record["machine"], record["training"]
+    names = list(rows[0]["quality"])
+    before = {row["weights"]: row["quality"] for row in rows}
+    lines = []
+    for row in rows:
+        line = [row["weights"], f"{row['seconds']:.0f}"]
+        for name in names:
+            q = row["quality"][name]
+            left = before.get("calibrated", before["nearest"])[name]["kl"]
+            gone = f"{1 - q['kl'] / left:.0%}" if row["weights"] == "trained" else ""
+            line += [f"{q['perplexity']:.2f}", f"{q['kl']:.4f} +- {q['kl_error']:.4f}", gone]
+        lines.append(line)
+    figures = ("perplexity", "KL", "KL removed")
+    header = ["weights", "seconds", *(f"{name}: {figure}" for name in names for figure in figures)]
+    options = record["arguments"]
+    what = (
+        f"{options['format']}; {done['steps']} steps of {options['batch']} rows of {options['window']} tokens, "
+        f"{done['tokens']:,} tokens in {done['seconds']:.0f} s, rate {options['rate']}; {record['text']:,} tokens of "
+        f"text, {record['written']:,} written by the model. "
     )
+    where = where_measured(machine["gpu"] or machine["cpu"], machine)
+    return f"{table(', '.join(header), lines)}\n\n{what}{where}"
 
 
-def decode_model() -> str:
-    """What benchmarks/decode_model.py recorded."""
-    from benchmarks import decode_model as bench
-    from benchmarks.cuda import VERDICT_HEADER
+# ---------------------------------------------------------------------------------------------- parity
 
-    def sections(rows: list[bench.ModelRow]) -> list[str]:
-        return [
-            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
-            table(", ".join(bench.HEADER), bench.lines(rows)),
-        ]
 
-    return on_gpu("decode_model", bench.ModelRow, sections)
+def _study(size: str) -> str:
+    results = read_all(RESULTS / "parity", size)
+    first = results[0].header
+    gpus = Counter(result.header.machine["gpu"] or result.header.machine["cpu"] for result in results)
+    shape = (
+        f"{first.parameters / 1e6:.0f} million parameters, {max(r.header.quantized for r in results) / 1e6:.0f} "
+        f"million of them quantized; {first.steps * first.batch_tokens / 1e6:.1f} million tokens an arm in "
+        f"{first.steps} steps of {first.batch_tokens:,}; {first.training_bytes / 1e6:.0f} MB of text for training, "
+        f"{first.held_out_bytes / 1e6:.1f} MB held out. "
+    )
+    paragraphs = [shape + where_measured(" and ".join(gpus), first.machine)]
+    paragraphs.append(f"![Held-out loss and its distance from bfloat16 over tokens](../assets/parity_{size}.png)")
+    products = {arm: ", ".join(sorted(runs[0].header.products)) for arm, runs in by_arm(results).items()}
+    verdicts = [verdict for verdict in (t.verdict(results) for t in TARGETS) if verdict[2]]
+    header, lines = table_of(results)
+    paragraphs += [
+        table(", ".join(header), lines),
+        table(", ".join(VERDICT_HEADER), verdicts),
+        "The products of a block, by the kernel that ran:",
+        table("arm, products", [row for row in products.items() if row[1]]),
+    ]
+    return "\n\n".join(paragraphs)
+
+
+def parity_large() -> str:
+    """The study of the large size."""
+    return _study("large")
+
+
+def parity_medium() -> str:
+    """The study of the medium size."""
+    return _study("medium")
+
+
+# ---------------------------------------------------------------------------------------------- many GPUs
+
+
+def _scale(header: list[str], lines: list[list[str]]) -> str:
+    names = ", ".join(name.replace(",", ";") for name in header)
+    return table(names, lines)
+
+
+def scale_check() -> str:
+    """The formulas of ``benchmarks.scale`` beside a measurement."""
+    return _scale(scale.CHECK_HEADER, scale.check_lines())
+
+
+def scale_layouts() -> str:
+    """Its table of models and layouts."""
+    return _scale(scale.HEADER, scale.lines())
+
+
+def scale_formats() -> str:
+    """Its table of formats."""
+    return _scale(scale.FORMAT_HEADER, scale.format_lines())
 
 
 def fsdp() -> str:
-    """What benchmarks/fsdp.py recorded."""
-    from benchmarks import fsdp as bench
-    from benchmarks.cuda import VERDICT_HEADER
-
-    def sections(rows: list[bench.FsdpRow]) -> list[str]:
-        return [
-            f"On {rows[0].ranks} GPUs:",
-            table(", ".join(bench.HEADER), bench.lines(rows)),
-            table(", ".join(VERDICT_HEADER), [t.verdict(rows) for t in bench.TARGETS]),
-        ]
-
-    return on_gpu("fsdp", bench.FsdpRow, sections)
+    """FSDP2 training on two GPUs."""
+    machine, rows = part("fsdp-h200", "train", fsdp_bench.FsdpRow)
+    return "\n\n".join((
+        where_measured(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), f"On {rows[0].ranks} GPUs:",
+        table(", ".join(fsdp_bench.HEADER), fsdp_bench.lines(rows)),
+        table(", ".join(VERDICT_HEADER), [target.verdict(rows) for target in fsdp_bench.TARGETS]),
+    ))  # fmt: skip
 
 
 def sharding() -> str:
-    """The estimate of benchmarks/estimate.py."""
-    from benchmarks import estimate
+    """When computation hides the communication of FSDP2."""
+    return table(", ".join(scale.SHARDING_HEADER), scale.sharding_lines())
 
-    return table(", ".join(estimate.HEADER), estimate.lines())
 
+# ---------------------------------------------------------------------------------------------- README.md
 
 FIGURES = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
 """Columns of the table of figures: the name in the records, and the name in the table."""
-
-
-def _weight_only(decoded: dict[str, Any], column: int, name: str) -> float:
-    return float(decoded[f"{name}-weight-only"][column])
 
 
 def _short(machine: dict[str, Any]) -> str:
@@ -292,13 +211,46 @@ def _short(machine: dict[str, Any]) -> str:
     return machine["gpu"].removeprefix("NVIDIA ").split()[0]  # type: ignore[no-any-return]
 
 
+def _listed(values: Iterable[Any]) -> str:
+    return " / ".join(map(str, values))
+
+
+def _few_rows() -> list[tuple[str, ...]]:
+    """Layers and experts at few rows: the mean, and the worst."""
+    lines = []
+    for what, name, kind, most in (
+        ("Linear layers of public models, 1 to 64 rows", "models", layers.LayerRow, 64),
+        ("Experts of public models, one decoding step of 1 to 64 sequences", "experts", layers.ExpertsRow, 64),
+    ):
+        machine, rows = part("layers-h100", name, kind)
+        rows = [row for row in rows if getattr(row, "m", 0) <= most]
+        speeds = ([row.speedup(config) for row in rows] for config in layers.EXPERT_FORMATS)
+        cells = (f"{statistics.geometric_mean(each):.2f}x, at worst {min(each):.2f}x" for each in speeds)
+        lines.append((f"{what}, one {_short(machine)}", "", *cells, ""))
+    return lines
+
+
+def _generate() -> tuple[str, ...]:
+    """transformers' generate: tokens per second, and how many times as fast, by batch."""
+    machine, rows = part("generate-h100", "transformers", generate.GenerateRow)
+    batches = sorted({row.batch for row in rows})
+    many = {name: {row.batch: row for row in rows if row.config == name} for name in generate.FORMATS}
+    what = f"transformers' `generate`, static cache, shape of Llama 3 8B, batch {_listed(batches)}, "
+    usual = f"{_listed(f'{many[generate.BASE][batch].tokens_a_second:,.0f}' for batch in batches)} tokens/s"
+    faster = (
+        _listed(f"{many[name][batch].speedup('token'):.2f}x" for batch in batches) for name in generate.FORMATS[1:]
+    )
+    return (f"{what}one {_short(machine)}", usual, *faster, "")
+
+
 def figures() -> str:
     """The table of figures in README.md: what the formats save, and what they cost."""
-    from benchmarks import decode_model, fsdp
-    from docs.records_users import figures_of_users
-
-    machine, models = read_json(RESULTS / "decode_model.json", decode_model.ModelRow)
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = [*_few_rows(), _generate()]
+    machine, steps = part("training-h100", "step", training.StepRow)
+    for row in steps:
+        base, ours = row.times[training.BASE], row.times["mxfp8"]
+        what = f"Compiled training step of a GPT, {row.size.replace('x', ' layers of width ')}, one {_short(machine)}"
+        rows.append((what, f"{base:.1f} ms", f"{ours:.1f} ms ({base / ours:.2f}x)", "", ""))
 
     def add(what: str, unit: str, base: float, values: Callable[[str], float | None], faster: bool = False) -> None:
         cells = [f"{base:.4g} {unit}"]
@@ -307,18 +259,24 @@ def figures() -> str:
             cells.append("" if value is None else f"{value:.4g} {unit} ({ratio:.2f}x)")
         rows.append((what, *cells))
 
-    decoded = {line[0]: line for line in decode_model.lines(models)}
-    for what, unit, column, faster in (
-        ("Weights of a model with the shape of Llama 3 8B", "GB", 4, False),
-        (f"Decoding with its layers in one CUDA graph, batch 1, one {_short(machine)}", "tokens/s", 1, True),
-    ):
-        base = float(decoded["bfloat16"][column])
-        add(what, unit, base, partial(_weight_only, decoded, column), faster)
+    machine, models = part("generate-h200", "decode", generate.ModelRow)
+    decoded = {row.work: row for row in models}
+    weights_gb = {name: float(f"{row.weight_bytes / 1e9:.2f}") for name, row in decoded.items()}
+    speed = {name: float(f"{row.tokens_a_second:.1f}") for name, row in decoded.items()}
+    shape, graph = "Weights of a model with the shape of Llama 3 8B", "Decoding with its layers in one CUDA graph"
+    add(shape, "GB", weights_gb["bfloat16"], lambda name: weights_gb[f"{name}-weight-only"])
+    what = f"{graph}, batch 1, one {_short(machine)}"
+    add(what, "tokens/s", speed["bfloat16"], lambda name: speed[f"{name}-weight-only"], faster=True)
 
-    host, ranks = read_json(RESULTS / "fsdp.json", fsdp.FsdpRow)
-    gathered = {line[0]: float(line[5]) for line in fsdp.lines(ranks)}
+    host, ranks = part("fsdp-h200", "train", fsdp_bench.FsdpRow)
+    gathered = {line[0]: float(line[5]) for line in fsdp_bench.lines(ranks)}
     codes = {"mxfp8": gathered["mxfp8, codes gathered"]}
     add(f"All-gathers of FSDP2 in one step, 1B parameters, 2 {_short(host)}", "MB", gathered["bfloat16"], codes.get)
+    return table("figure, bfloat16, " + ", ".join(FIGURES.values()), rows)
 
-    header = "figure, bfloat16, " + ", ".join(FIGURES.values())
-    return table(header, [*figures_of_users(_short), *rows])
+
+TABLES = (
+    figures, llm, calibration, weights, qat, parity_large, parity_medium, scale_check, scale_layouts, scale_formats,
+    fsdp, sharding,
+)  # fmt: skip
+"""The tables of README.md, the guides, and the pages of studies."""

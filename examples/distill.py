@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import mxtensor as mx
-
 TOKENS = {"cpu": 128, "cuda": 4096}
 """Tokens whose logits are in memory at once, by type of device."""
 MAX_GRADIENT_NORM = 1.0
@@ -75,9 +73,9 @@ def hidden_states(model: Any, rows: Tensor) -> Tensor:
     return out
 
 
-def prepared_layers(model: nn.Module) -> list[mx.FakeQuantizedLinear]:
+def prepared_layers(model: nn.Module) -> list[nn.Module]:
     """The prepared layers of a model."""
-    return [module for module in model.modules() if isinstance(module, mx.FakeQuantizedLinear)]
+    return [module for module in model.modules() if hasattr(module, "weight_fake_quantizer")]
 
 
 def in_bfloat16(teacher: Any) -> Any:

@@ -4,7 +4,7 @@
     python -m examples.qat --device cuda --minutes 5 --batch 64 --sampled 8192 --text-tokens 16000000
 
 Needs the weights of SmolLM2 (see ``examples.smollm2``), or another model as ``--model``. The student starts from
-weights that GPTQ has rounded, and trains in the format (``QATConfig``, step "prepare"); the teacher is the same model,
+weights that GPTQ has rounded, and trains in the format (``step="prepare"``); the teacher is the same model,
 unquantized. Both read documentation of Python's modules and other text of installed packages, and text that the teacher
 has written (``examples.qat_text``). The student is measured on other modules' documentation and on a novel.
 """
@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
-from benchmarks import calibration, harness
+from benchmarks import harness
+from benchmarks import quality as benchmark
 from examples import distill, qat_text, smollm2
 from examples.minilm import columns, config_name
 from mxtensor.numerics.formats import E8M0
@@ -72,12 +73,12 @@ def nearest_that_rounds(original: Tensor, rounded: Tensor, cast: mx.Cast, halvin
     """
     if cast.format.scale is not E8M0:
         return rounded
-    rounds, width, found = mx.FakeQuantizer(cast), cast.format.block[1], original.clone()
+    width, found = cast.format.block[1], original.clone()
     width = width if width > 1 and original.shape[1] % width == 0 else original.shape[1]
     random = torch.rand(found.shape, generator=torch.Generator().manual_seed(seed)).to(found.device)
 
     def same(values: Tensor) -> Tensor:
-        return torch.eq(rounds(values), rounded)
+        return torch.eq(mx.quantize(values, cast.format, cast.scaling).dequantize(), rounded)
 
     def of_block(values: Tensor, largest: bool) -> Tensor:
         blocks = values.unflatten(1, (-1, width))
@@ -121,7 +122,7 @@ def evaluation_rows(args: argparse.Namespace, tokenizer: Any) -> dict[str, Tenso
     if args.texts is not None and args.texts.exists():
         rows: dict[str, Tensor] = torch.load(args.texts)
         return rows
-    rows = calibration.evaluation_rows(tokenizer)
+    rows = benchmark.evaluation_rows(tokenizer)
     if args.texts is not None:
         copies = {name: tokens.clone() for name, tokens in rows.items()}  # of a view, the whole storage would be saved
         torch.save(copies, args.texts)
@@ -174,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     teacher, tokenizer = smollm2.load_model(torch.float32, args.model)
     teacher.to(args.device)
     measured = {name: rows.to(args.device) for name, rows in evaluation_rows(args, tokenizer).items()}
-    measure = calibration.Measure(teacher, measured)
+    measure = benchmark.Measure(teacher, measured)
     begin = time.perf_counter()
     student: Any = copy.deepcopy(teacher)
     if args.cache is not None and args.cache.exists():
@@ -196,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         calibrated = mx.quantize_(copy.deepcopy(student), args.format)
         rows.append(Row("calibrated", middle - made, measure.quality(calibrated)))
     show(rows)
-    mx.quantize_(student, mx.QATConfig(args.format, step="prepare"))
+    mx.quantize_(student, args.format, step="prepare")
     distiller = distill.Distiller(student, teacher, args.rate, args.compile)
     batches = distill.Batches(torch.cat([texts, written]), mixed(len(texts), len(written), args.batch, args.share))
     middle = time.perf_counter()
@@ -211,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"the teacher has read all rows: {reading:.0f} s of the time", flush=True)
     done = distill.train(distiller, batches, seconds - reading, args.every)
     student = copy.deepcopy(student)  # a copy is not compiled
-    mx.quantize_(student, mx.QATConfig(args.format, step="convert"))
+    mx.quantize_(student, args.format, step="convert")
     rows.append(Row("trained", done.seconds + reading, measure.quality(student)))
     show(rows)
     print(f"{done.steps} steps, {done.tokens:,} tokens in {done.seconds:.0f} s")

@@ -1,6 +1,6 @@
 """The text that ``examples.qat`` trains on: that of installed packages, and text that a model writes.
 
-Nothing of it is measured: the modules and the novel that ``benchmarks.calibration`` measures are left out.
+Nothing of it is measured: the modules and the novel that ``benchmarks.quality`` measures are left out.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import mxtensor as mx
-from benchmarks import calibration
+from benchmarks import quality
 from examples.minilm import SENTENCES, load_sentences
 
 MODULES = (
-    *calibration.CALIBRATION, "ast", "calendar", "configparser", "csv", "ctypes", "datetime", "difflib", "doctest",
+    *quality.CALIBRATION, "ast", "calendar", "configparser", "csv", "ctypes", "datetime", "difflib", "doctest",
     "enum", "fractions", "ftplib", "functools", "gettext", "gzip", "heapq", "html.parser", "imaplib", "inspect",
     "ipaddress", "itertools", "locale", "mailbox", "multiprocessing", "optparse", "os", "pathlib", "pdb", "pickle",
     "platform", "pprint", "queue", "re", "sched", "selectors", "shelve", "shlex", "shutil", "smtplib", "socket",
@@ -42,7 +42,7 @@ def documentation() -> Iterator[str]:
     """What pydoc prints of each of MODULES that this Python has."""
     for name in MODULES:
         try:
-            yield calibration.documentation((name,))
+            yield quality.documentation((name,))
         except ImportError:  # a Python without tkinter or sqlite3
             continue
 
@@ -54,7 +54,7 @@ def files(folders: list[Path] | None = None) -> Iterator[str]:
     """
     folders = folders or sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")})
     found = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", *PLAIN)}
-    measured, novel = set(calibration.EVALUATION), load_sentences(SENTENCES)
+    measured, novel = set(quality.EVALUATION), load_sentences(SENTENCES)
     seen = set()
     for order, path in sorted((hashlib.sha256(str(path).encode()).digest(), path) for path in found):
         if measured & {*path.parts, path.stem} or not BYTES[0] <= path.stat().st_size <= BYTES[1]:

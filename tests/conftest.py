@@ -45,8 +45,8 @@ def state(request):
 @pytest.fixture(autouse=True)
 def no_plans():
     """Tests that replace a kernel or a device find no plan that was made without."""
-    if "mxtensor.core.plan" in sys.modules:
-        sys.modules["mxtensor.core.plan"].PLANS.clear()
+    if "mxtensor.core.kernel" in sys.modules:
+        sys.modules["mxtensor.core.kernel"].forget_decisions()
 
 
 @pytest.fixture

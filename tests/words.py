@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = r"mxtensor/kernels/|tests/kernels/|helpers/cuda_"
-SMALL_M = r"kernels/(small_m|cuda)/|compile/|report/(test_)?tune|helpers/cuda_|benchmarks/(test_)?decode|one_product"
+SMALL_M = r"kernels/(small_m|cuda)/|compile/|report/(test_)?tune|helpers/cuda_|benchmarks/(test_)?(layers|generate)"
 """Files about the kernels for few rows, where words such as "apart" had a private meaning."""
 ROW_SCALED = r"row_scaled|fp8_rows|row_operand"
 """Files about row-scaled operands; their glossary is in ``mxtensor/numerics/row_scaled.py``."""

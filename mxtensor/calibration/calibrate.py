@@ -1,31 +1,35 @@
-"""``calibrate``: quantize a model for inference with the help of inputs, one block of it after another."""
+"""``calibrate``: quantize a model for inference with the help of inputs, one block of it after another.
+
+In a block, layers are quantized in the order in which they run, each on the outputs of those before.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from ..convert.changes import Change, checked_changes
-from ..convert.choose import choose
-from ..convert.configs import Config
-from ..convert.quantize import convert, warn_of_nothing_to_do
+from ..convert.changes import Change, checked_changes, convert, inference_recipe
+from ..convert.configs import Config, choose
+from ..convert.quantize import warn_of_nothing_to_do
 from ..convert.weights import FilterFn
 from ..core.arguments import MODULE, check
+from ..core.peer_names import refuse_arguments
 from ..core.progress import with_progress
+from ..kernels.quantize.choose_cast import dequantize_operand
 from ..tensor.attributes import set_attributes, user_attributes
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
-from .blocks import Stream, warn_of_layers_without_input
-from .edits import Edit, in_place, restore
-from .in_use import batches_of
-from .layers import calibrated
+from .blocks import Stream, batches_of, warn_of_layers_without_input
+from .layers import Edit, calibrated, check_values, edits_of, in_place, oriented, restore, stored_as, weight_of
 from .methods import Step, Steps, steps_of
-from .one_block import check_values, placed, quantized_block, weight_of
+from .moments import Moments, groups_of, inputs_of
 from .state import State
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -41,6 +45,7 @@ def calibrate(
     *,
     include_head: bool = False,
     state: str | Path | None = None,
+    **others: Any,
 ) -> ModuleT:
     """Quantize the linear layers of ``model`` in place, for inference, so that their outputs for ``data`` change least.
 
@@ -62,13 +67,14 @@ def calibrate(
     inputs that are not finite, or a state of another calibration. Returns ``model``.
     """
     check("calibrate", "model", model, MODULE)
+    refuse_arguments("calibrate", others)
     steps = steps_of(method)
     chosen, _ = choose(model, format, filter_fn, include_head)
     for weight, recipe in chosen:
         if recipe.trains:
             raise ValueError(f"calibrate quantizes for inference, and {recipe} trains ({weight.fqn}); use quantize_")
     changes = checked_changes(model, chosen)
-    layers: dict[nn.Module, Change] = {layer: change for change in changes if (layer := calibrated(change)) is not None}
+    layers = calibrated(changes)
     check_values("calibrate", changes)
     for change in layers.values():
         if not values_of(weight_of(change)).isfinite().all():
@@ -78,8 +84,8 @@ def calibrate(
         warn_of_nothing_to_do("calibrate", model)
         return model
     stream = Stream(model, batches, layers)
-    fqns = [layers[layer].fqn for layer in stream.without_input]
-    warn_of_layers_without_input("calibrate", fqns, len(layers), "are rounded by their values alone")
+    unseen = [layers[layer].fqn for layer in stream.without_input]
+    warn_of_layers_without_input("calibrate", unseen, len(layers), "are rounded by their values alone")
     saved = None if state is None else State(Path(state), model, batches, changes, steps)
     done = _all_blocks(model, stream, layers, steps, saved)
     made = {name: weight for name, weight in done.items() if isinstance(weight, MXTensor)}
@@ -87,7 +93,7 @@ def calibrate(
         _log.info("calibrate: %d of %d weights were rounded to nearest", len(changes) - len(made), len(changes))
     originals = [Edit(module, name, getattr(module, name)) for change in changes for module, name in change.places]
     try:
-        for module, name, value in _edits(model, done):
+        for module, name, value in edits_of(model, {name: w for name, w in done.items() if name not in made}):
             original = getattr(module, name)
             originals.append(Edit(module, name, original))
             if original is not None:
@@ -107,38 +113,96 @@ def _all_blocks(
     After the blocks come the layers that are in none of them, such as a head, as one more block.
     """
     names = {module: name for name, module in model.named_modules()}
+    compared = any(steps.before(change.recipe.activation) for change in layers.values())
+    blocks, outside = stream.by_block(layers)
+    if outside and len(blocks) > 1:
+        blocks.append(outside)
     every: dict[str, Tensor] = {}
     states, before = list(stream.states), list(stream.states)
-    inside = [{m: layers[m] for m in stream.block(i).modules() if m in layers} for i in range(len(stream))]
-    outside = {m: change for m, change in layers.items() if not any(m in block for block in inside)}
-    if outside and len(stream) > 1:
-        inside.append(outside)
-    for index in with_progress(range(len(inside)), "calibrating", "block"):
-        done = None if saved is None else saved.load(index)
+    for index in with_progress(range(len(blocks)), "calibrating", "block"):
+        inside = {layer: layers[layer] for layer in blocks[index]}
+        done = None if saved is None else saved.load(index, inside.values())
         if done is None:
             done = {}
             with ExitStack() as edited:
-                for transform in steps.transforms if index < len(stream) else ():
-                    edits = transform.edits(stream, index, states, inside[index])
+                for transform in steps.transforms if index < len(stream.blocks) else ():
+                    edits = transform.edits(stream, index, states, inside)
                     edited.enter_context(in_place(edits))
                     done |= {f"{names[module]}.{name}": value.detach() for module, name, value in edits}
-                done |= quantized_block(stream, index, states, before, inside[index], steps)
+                done |= _quantized_block(stream, index, states, before, inside, steps)
             if saved is not None:
                 saved.save(index, done)
         every |= done
-        if index + 1 < len(inside):
-            if any(steps.before(change.recipe.activation) for change in layers.values()):
+        if index + 1 < len(blocks):
+            if compared:
                 before = [stream.run(index, batch, x) for batch, x in enumerate(before)]
-            with in_place([*placed(inside[index].values(), done), *_edits(model, done)]):
+            with in_place(edits_of(model, done, inside.values())):
                 states = [stream.run(index, batch, x) for batch, x in enumerate(states)]
     return every
 
 
-def _edits(model: nn.Module, done: Mapping[str, Tensor]) -> list[Edit]:
-    """The parameters in high precision among the new ones, in their places."""
-    edits = []
-    for fqn, value in done.items():
-        if not isinstance(value, MXTensor):
-            module, _, name = fqn.rpartition(".")
-            edits.append(Edit(model.get_submodule(module), name, nn.Parameter(value, requires_grad=False)))
-    return edits
+def _quantized_block(
+    stream: Stream, index: int, states: Sequence[Any], before: Sequence[Any], layers: dict[nn.Module, Change],
+    steps: Steps,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The quantized weights of ``layers`` of a block and their new biases, by name.
+
+    ``states``: the inputs of the block after the quantized blocks, one for each batch; ``before``: those in the model
+    before quantization. The block after the last one is what is outside of the blocks.
+    """
+    made: dict[str, Tensor] = {}
+    originals = [Edit(*place, weight_of(change)) for change in layers.values() for place in change.places]
+    originals += [Edit(layer, "bias", layer.bias) for layer in layers]  # type: ignore[arg-type]
+
+    def run(batch: int, state: Any) -> Any:
+        if index < len(stream.blocks):
+            return stream.run(index, batch, state)
+        return stream.finish(batch, state, gradient=False)
+
+    with ExitStack() as quantized:
+        for group in groups_of(layers, partial(run, 0, states[0])):
+            # layers with the same cast of their input share its moments
+            firsts = {layers[layer].recipe.activation: layer for layer in reversed(group.layers)}
+            moments = {cast: _moments(layers[layer], steps) for cast, layer in firsts.items()}
+            compared = any(map(steps.before, firsts)) and (index or made)
+            for batch, state in enumerate(states if steps.rounding.needs_moments or steps.bias else ()):
+                now = earlier = inputs_of(firsts.values(), partial(run, batch, state), group.once)[0]
+                if compared:
+                    with in_place(originals):
+                        earlier = inputs_of(firsts.values(), partial(run, batch, before[batch]), group.once)[0]
+                for cast, layer in firsts.items():
+                    moments[cast].add(now[layer], earlier[layer])
+            for layer in group.layers:
+                change = layers[layer]
+                done = _quantized(change, steps, moments[change.recipe.activation])
+                quantized.enter_context(in_place(edits_of(stream.model, done, [change])))
+                made |= done
+    return made
+
+
+def _moments(change: Change, steps: Steps) -> Moments:
+    """The sums over the inputs of a layer that the steps need."""
+    w, cast = oriented(weight_of(change), change.orientation), change.recipe.activation
+    return Moments(
+        w.shape[1], w.device, cast, steps.rounding.compensates(cast),
+        second=steps.rounding.needs_moments, means=steps.bias is not None,
+    )  # fmt: skip
+
+
+def _quantized(change: Change, steps: Steps, moments: Moments) -> dict[str, Tensor]:
+    """The quantized weight, with the recipe that ``quantize_`` would give it, and the corrected bias, by name."""
+    weight = oriented(values_of(weight_of(change)).detach(), change.orientation).contiguous()
+    recipe = inference_recipe([module for module, _ in change.places], change.recipe)
+    try:
+        operand = steps.rounding.operand(weight.to(torch.float32), recipe.stored, moments)
+        done: dict[str, Tensor] = {change.fqn: stored_as(operand, change.orientation, recipe, weight.dtype)}
+        bias: Any = getattr(change.places[0][0], "bias", None)
+        # a weight in several places would need several biases
+        if steps.bias is not None and len(change.places) == 1 and (bias is not None or steps.bias.make):
+            mean = moments.mean_error(weight, dequantize_operand(operand, torch.float32))
+            if mean is not None:
+                corrected = mean if bias is None else bias.detach().float() + mean
+                done[f"{change.fqn.removesuffix('weight')}bias"] = corrected.to(weight.dtype)
+    except ValueError as error:
+        raise ValueError(f"calibrate: {change.fqn}: {error}") from error
+    return done

@@ -15,16 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..numerics.cast import Cast
-from ..numerics.elements import pack
-from ..numerics.formats import FULL, Format
+from ..numerics.formats import FULL
 from ..numerics.operand import Operand
-from ..numerics.reference import crop, tensor_amax
-from .element_table import element_table
-from .scales import best_scales, rounded
+from ..numerics.reference import tensor_amax
+from .best_scales import best_scales, element_table, operand_of
 
 COLUMNS = 128
 """Columns whose corrections reach the columns after them in one product."""
@@ -40,21 +37,17 @@ def check_inputs(*sums: Tensor) -> None:
         raise ValueError("the inputs of the layer are not all finite; calibrate with data that the model can read")
 
 
-def damped(second_moment: Tensor, damping: float) -> Tensor:
-    """``second_moment`` (cols, cols) in float64, with ``damping`` times its mean diagonal added to the diagonal."""
-    h = second_moment.to(torch.float64)
-    mean = h.diagonal().mean()
-    return h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (damping * mean if mean > 0 else 1.0)
-
-
 def inverse_cholesky(second_moment: Tensor, damping: float) -> Tensor:
-    """The upper triangular U with ``U^T U`` the inverse of the damped second moment, float32.
+    """The upper triangular U with ``U^T U`` the inverse of the damped second moment (cols, cols), float32.
 
-    Raises ValueError for a second moment that is not finite.
+    ``damping`` times the mean of the diagonal is added to the diagonal. Raises ValueError for a second moment that is
+    not finite.
     """
     check_inputs(second_moment)
+    h = second_moment.to(torch.float64)
+    one, mean = torch.eye(len(h), dtype=h.dtype, device=h.device), h.diagonal().mean()
     for _ in range(TRIES):
-        lower, failed = torch.linalg.cholesky_ex(damped(second_moment, damping))
+        lower, failed = torch.linalg.cholesky_ex(h + one * (damping * mean if mean > 0 else 1.0))
         if not failed:
             break
         damping *= 10
@@ -115,18 +108,3 @@ def _pieces(begin: int, end: int, width: int) -> Iterator[slice]:
     for block in range(begin, end, width):
         for start in range(block, min(block + width, end), PIECE):
             yield slice(start, min(start + PIECE, block + width, end))
-
-
-def nearest(w: Tensor, cast: Cast, multiples: Sequence[float], importance: Tensor | None = None) -> Operand:
-    """``w`` (rows, cols; float32), each value rounded to nearest with the best scale of its block."""
-    scales = best_scales(w, cast, tensor_amax(w), importance, multiples)
-    codes, _ = rounded(w, scales.multiplier, scales.value, cast.format)
-    return operand_of(codes, scales.stored, scales.global_scale, cast.format)
-
-
-def operand_of(codes: Tensor, stored: Tensor, global_scale: Tensor | None, format: Format) -> Operand:
-    """The operand with these codes, one uint8 a value, and these scales."""
-    element, cols = format.element, codes.shape[-1]
-    data = crop(pack(F.pad(codes, (0, -cols % element.packing[0])), element), None, element.data_cols(cols))
-    shape = tuple(codes.shape)
-    return Operand(data.view(element.dtype), stored.reshape(format.scale_shape(shape)), global_scale, format, shape)

@@ -1,19 +1,23 @@
-"""Moments: what GPTQ needs to know of the inputs of a layer, summed while a block runs."""
+"""What is measured of the inputs of a layer while a block runs: the inputs themselves, and sums of them.
+
+Layers that get the same input, such as the projections to queries, keys and values, are one group and share sums.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.quantize.select import dequantize_operand, quantize_operand
+from ..core.shapes import as_matrix
+from ..kernels.quantize.choose_cast import dequantize_operand, quantize_rows
 from ..numerics.cast import Cast
-from .gptq import inverse_cholesky
-from .in_use import first_of
+from .blocks import Call
+from .gptq import check_inputs, inverse_cholesky
 
 Inputs = dict[nn.Module, list[Tensor]]
 """Layer -> its inputs, one for each call."""
@@ -23,15 +27,28 @@ class _Enough(BaseException):
     """All inputs are known, and the rest of the block need not run."""
 
 
-def inputs_of(layers: Collection[nn.Module], run: Callable[[], Any], stop: bool = False) -> tuple[Inputs, Any]:
+def inputs_of(
+    layers: Collection[nn.Module], run: Callable[[], Any], stop: bool = False, copies: bool = False
+) -> tuple[Inputs, Any]:
     """The inputs that ``layers`` get while ``run`` runs, and its result.
 
     ``stop``: ``run`` ends when each layer has had one input; the result is None then. If something writes into an input
-    after its layer, all runs once more, with copies.
+    after its layer, all runs once more, with ``copies``.
     """
-    found, out, written = _inputs_of(layers, run, stop, Saved())
-    if written:
-        found, out, _ = _inputs_of(layers, run, stop, Saved(copies=True))
+    saved, found, out = Saved(copies), {layer: list[Tensor]() for layer in layers}, None
+
+    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[layer].append(saved.of(Call(args, kwargs).first))
+        if stop and all(found.values()):
+            raise _Enough
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
+        with suppress(_Enough):
+            out = run()
+    if saved.written and not copies:
+        return inputs_of(layers, run, stop, copies=True)
     return found, out
 
 
@@ -60,26 +77,6 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _inputs_of(
-    layers: Collection[nn.Module], run: Callable[[], Any], stop: bool, saved: Saved
-) -> tuple[Inputs, Any, bool]:
-    found: Inputs = {layer: [] for layer in layers}
-
-    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[layer].append(saved.of(first_of(args, kwargs)))
-        if stop and all(found.values()):
-            raise _Enough
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
-        try:
-            out = run()
-        except _Enough:
-            out = None
-    return found, out, saved.written
-
-
 class Group(NamedTuple):
     """Layers that get the same inputs."""
 
@@ -105,44 +102,53 @@ def groups_of(layers: Collection[nn.Module], run: Callable[[], Any]) -> list[Gro
     return [Group(group, len(found[group[0]]) == 1) for group in groups.values()]
 
 
-def as_the_layer_sees(x: Tensor, activation: Cast | None) -> Tensor:
-    """An input (..., cols) as float32 rows, rounded by the cast of a quantized layer."""
-    x = x.detach().reshape(-1, x.shape[-1])
-    if activation is not None and x.numel():
-        x = dequantize_operand(quantize_operand(x, activation), torch.float32)
-    return x.to(torch.float32)
-
-
 class Moments:
-    """Sums over the inputs of one layer, in float32, (cols, cols)."""
+    """Sums over the inputs of one layer in float32, in the model before and in the quantized one.
 
-    def __init__(self, cols: int, device: torch.device, activation: Cast | None, correct: bool) -> None:
-        """``activation``: how the quantized layer casts its input. ``correct``: whether ``cross`` is needed."""
-        self._activation = activation
-        self._rows = 0
+    An input in the quantized model counts as the quantized layer sees it: rounded by the cast of activations.
+    """
+
+    def __init__(
+        self, cols: int, device: torch.device, activation: Cast | None, correct: str = "none", *,
+        second: bool = True, means: bool = False,
+    ) -> None:  # fmt: skip
+        """``activation``: how the quantized layer casts its input. ``correct``: the errors that ``cross`` is about,
+        those of the whole input ("model") or of its cast ("cast"). ``second``, ``means``: whether they are needed."""
+        self._activation, self._correct = activation, correct
+        self._rows = self._rows_before = 0
+        self._second = torch.zeros(cols, cols, device=device) if second else None
+        self._cross = torch.zeros(cols, cols, device=device) if second and correct != "none" else None
+        self._means = torch.zeros(2, cols, device=device) if means else None
         self._cholesky: dict[float, Tensor] = {}
-        self._second = torch.zeros(cols, cols, device=device)
-        self._cross = torch.zeros(cols, cols, device=device) if correct else None
 
-    def add(self, x: Tensor, before: Tensor | None = None) -> None:
-        """``x``: (..., cols), an input in the quantized model; ``before``: the same input in the model before."""
-        plain = x.detach().reshape(-1, x.shape[-1])
-        before = before.detach().reshape(plain.shape) if before is not None and before.numel() == x.numel() else plain
-        x = as_the_layer_sees(plain, self._activation)
-        self._rows += len(x)
-        self._second.addmm_(x.T, x)
-        if self._cross is not None:
-            self._cross.addmm_(before.to(torch.float32).T, x)
+    def add(self, calls: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+        """Add the inputs of all calls, (..., cols) each, and ``before``: those of the same batch in the model before.
 
-    def add_calls(self, calls: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-        """``add`` for the inputs of several calls. ``before`` is left out if it has another number of calls."""
-        same = len(calls) == len(before)
+        ``cross`` compares an input with itself if the model before has another number of calls, or of rows.
+        """
+        same = self._correct == "model" and len(calls) == len(before)
         for number, x in enumerate(calls):
-            self.add(x, before[number] if same else None)
+            seen = plain = as_matrix(x.detach())
+            if self._activation is not None and plain.numel():
+                seen = dequantize_operand(quantize_rows(plain, self._activation), torch.float32)
+            seen = seen.to(torch.float32)
+            self._rows += len(seen)
+            if self._second is not None:
+                self._second.addmm_(seen.T, seen)
+            if self._cross is not None:
+                other = before[number].detach() if same and before[number].numel() == x.numel() else plain
+                self._cross.addmm_(other.reshape(plain.shape).to(torch.float32).T, seen)
+            if self._means is not None:
+                self._means[1] += seen.sum(0)
+        if self._means is not None:
+            for x in before:
+                self._means[0] += as_matrix(x.detach()).float().sum(0)
+                self._rows_before += x.shape[:-1].numel()
 
     @cached_property
     def second(self) -> Tensor:
-        """The mean of (input) times (input) as the quantized layer sees it; zero if the layer had no input."""
+        """The mean of (input) times (input), (cols, cols); zero if the layer had no input."""
+        assert self._second is not None
         return self._second / max(self._rows, 1)
 
     @cached_property
@@ -155,3 +161,15 @@ class Moments:
         if damping not in self._cholesky:
             self._cholesky[damping] = inverse_cholesky(self.second, damping)
         return self._cholesky[damping]
+
+    def mean_error(self, weight: Tensor, rounded: Tensor) -> Tensor | None:
+        """``W E[x] - Q(W) E[x']``, (rows,), with ``x`` the input before and ``x'`` that of the quantized layer.
+
+        ``weight``: (rows, cols), before it was ``rounded`` (float32). None if the layer had no input in one of the
+        models. Raises ValueError for inputs that are not finite.
+        """
+        if self._means is None or not self._rows or not self._rows_before:
+            return None
+        before, now = self._means[0] / self._rows_before, self._means[1] / self._rows
+        check_inputs(before, now)
+        return weight.float() @ before - rounded @ now

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..convert.changes import Change, checked_changes
-from ..convert.choose import choose
-from ..convert.configs import recipe_of
+from ..convert.changes import Change, checked_changes, inference_recipe
+from ..convert.configs import choose, recipe_of
 from ..convert.format_plan import MEASURES, Plan, PlannedWeight, check_budget, planned_for
-from ..convert.quantize import inference_recipe
 from ..convert.weights import FilterFn
 from ..core.arguments import INTEGER, MODULE, POSITIVE, TEXT, check, described
 from ..core.compat import tree_map_only
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.training_weight import values_of
-from .blocks import Stream, warn_of_layers_without_gradient, warn_of_layers_without_input
-from .in_use import batches_of
-from .layers import calibrated, oriented
-from .one_block import check_values, weight_of
-from .sensitivity import Candidate, Sensitivity, frozen
+from .blocks import Stream, batches_of, patterns, warn_of_layers_without_input
+from .layers import calibrated, check_values, oriented, weight_of
+from .sensitivity import Candidate, errors_of_layers, errors_of_model, frozen
+
+_log = logging.getLogger("mxtensor")
 
 FORMATS = ("mxfp4-weight-only", "nvfp4-weight-only", "mxfp6_e2m3-weight-only", "mxfp8-weight-only")
 """The formats that ``plan`` chooses from by default: 4.25, 4.5, 6.25 and 8.25 bits per value."""
@@ -76,49 +74,49 @@ def plan(
     sizes = _sizes(by_format)
     check_budget(bits, {fqn: change.values for fqn, change in changes.items()}, sizes)  # before it measures
     batches = batches_of("plan", data)
-    layers = {layer: fqn for fqn, change in changes.items() if (layer := calibrated(change)) is not None}
-    tried = _Tried(by_format)
+    layers, own = calibrated(changes.values()), dict[str, dict[str, float]]()
+
+    def candidates_of(layer: nn.Module) -> dict[str, Candidate]:
+        return _candidates(layers[layer], by_format, own)
+
     with ExitStack() as mode:
         if measure != "layer":
             _allow_gradients(model, mode)
-            batches = tree_map_only(Tensor, _as_ordinary, batches)
+            batches = tree_map_only(
+                Tensor, lambda t: t.clone() if t.is_inference() else t, batches
+            )  # autograd saves it
         stream = Stream(model, batches, layers)
-        unseen = dict.fromkeys(stream.without_input)
-        fqns = [layers[layer] for layer in unseen]
-        warn_of_layers_without_input("plan", fqns, len(layers), "have errors that are estimated from their values")
-        sensitivity = Sensitivity(stream, list(layers), lambda layer: tried.candidates_of(changes[layers[layer]]))
-        device = weight_of(next(iter(changes.values()))).device
-        generator = torch.Generator(device).manual_seed(seed)
-        found = sensitivity.of_layers() if measure == "layer" else sensitivity.of_model(measure, generator)
-    if measure != "layer":
-        warn_of_layers_without_gradient([layers[m] for m in layers if m not in found and m not in unseen], len(layers))
-    errors = {fqn: dict(found[layer]) for layer, fqn in layers.items() if layer in found}
+        unseen = [layers[layer].fqn for layer in stream.without_input]
+        warn_of_layers_without_input("plan", unseen, len(layers), "have errors that are estimated from their values")
+        if measure == "layer":
+            found = errors_of_layers(stream, layers, candidates_of)
+        else:
+            generator = torch.Generator(weight_of(next(iter(changes.values()))).device).manual_seed(seed)
+            found = errors_of_model(stream, layers, candidates_of, measure, generator)
+            _warn_of_layers_without_gradient(
+                [change.fqn for m, change in layers.items() if m not in {*found, *stream.without_input}], len(layers)
+            )
+    errors = {change.fqn: found[layer] for layer, change in layers.items() if layer in found}
     for fqn, change in changes.items():
-        if fqn not in tried.errors:
-            tried.candidates_of(change)
-    weights = _weights(changes, sizes, errors, tried.errors, measure)
+        if fqn not in own:
+            _candidates(change, by_format, own)
+    weights = _weights(changes, sizes, errors, own, measure)
     return planned_for(weights, bits, measure)
 
 
-@dataclass
-class _Tried:
-    """Weights in every format, one after the other, and what is noted of each: weight -> format -> number."""
-
-    by_format: dict[str, dict[str, Change]]
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The squared error of the values, relative to the weight."""
-
-    def candidates_of(self, change: Change) -> dict[str, Candidate]:
-        """The weight in all formats. Its errors are noted."""
-        weight, found = values_of(weight_of(change)).detach().float(), {}
-        errors = self.errors.setdefault(change.fqn, {})
-        norm = float(weight.square().sum()) or 1.0
-        for format, of_format in self.by_format.items():
-            stored = _quantized(of_format[change.fqn], values_of(weight_of(change)).detach())
-            values = stored.dequantize(torch.float32)
-            found[format] = Candidate(oriented(values, change.orientation), stored.recipe.activation)
-            errors[format] = float((values - weight).square().sum()) / norm
-        return found
+def _candidates(
+    change: Change, by_format: Mapping[str, Mapping[str, Change]], own: dict[str, dict[str, float]]
+) -> dict[str, Candidate]:
+    """A weight in all formats. The squared errors of its values, relative to the weight, are added to ``own``."""
+    before = values_of(weight_of(change)).detach()
+    weight, found, errors = before.float(), {}, own.setdefault(change.fqn, {})
+    norm = float(weight.square().sum()) or 1.0
+    for format, of_format in by_format.items():
+        stored = _quantized(of_format[change.fqn], before)
+        values = stored.dequantize(torch.float32)
+        found[format] = Candidate(oriented(values, change.orientation), stored.recipe.activation)
+        errors[format] = float((values - weight).square().sum()) / norm
+    return found
 
 
 def _allow_gradients(model: nn.Module, mode: ExitStack) -> None:
@@ -133,9 +131,13 @@ def _allow_gradients(model: nn.Module, mode: ExitStack) -> None:
     mode.enter_context(frozen(model))
 
 
-def _as_ordinary(t: Tensor) -> Tensor:
-    """A tensor of ``torch.inference_mode`` as one that autograd saves."""
-    return t.clone() if t.is_inference() else t
+def _warn_of_layers_without_gradient(fqns: Collection[str], total: int) -> None:
+    if fqns:
+        _log.warning(
+            f"plan: no gradient of the output reaches {len(fqns)} of {total} layers, whose errors are estimated from "
+            f"their values: {patterns(fqns)}; they run before the blocks, or inside torch.no_grad(), or before a step "
+            "that rounds"
+        )
 
 
 def _changes(

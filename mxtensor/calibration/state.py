@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..convert.changes import Change
+from ..core.arguments import described
 from ..core.compat import tree_leaves
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import values_of
-from .in_use import call_of
+from .blocks import Call
 from .methods import Steps
 
 SAMPLE = 4096
@@ -39,6 +40,8 @@ class State:
             "model": type(model).__name__, "method": repr(method), "data": _data(batches),
             "weights": _weights(model, changes),
         }  # fmt: skip
+        self._changes = {change.fqn: change for change in changes}
+        self._model = model
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "calibration.json"
         if file.exists():
@@ -50,23 +53,61 @@ class State:
                     "another folder, or remove it"
                 )
         else:
-            file.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+            new = file.with_suffix(".new")
+            new.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+            os.replace(new, file)
 
     def _file(self, index: int) -> Path:
         return self._folder / f"block_{index:05d}.pt"
 
-    def load(self, index: int) -> dict[str, Tensor] | None:
-        """The new parameters of a block, by name; None if it is not finished."""
-        if not self._file(index).exists():
-            return None
+    def load(self, index: int, changes: Iterable[Change]) -> dict[str, Tensor] | None:
+        """The new parameters of a block, by name; None if it is not finished. ``changes``: those of the block.
+
+        Raises ValueError for a file whose tensors are not those of the model: other names, shapes, dtypes or formats,
+        or values that are not finite.
+        """
         file = self._file(index)
-        return self._read(file, lambda: dict(torch.load(file, weights_only=True)))
+        if not file.exists():
+            return None
+        found = self._read(file, lambda: _loaded(file))
+        missing = [change.fqn for change in changes if change.fqn not in found]
+        why = f"it lacks {missing[0]}" if missing else None
+        for name, value in found.items():
+            why = why or self._why_not(name, value)
+        if why is not None:
+            raise ValueError(f"calibrate: {file} is damaged: {why:.300}; remove {self._folder}, or pass another folder")
+        return found
+
+    def _why_not(self, name: Any, value: Any) -> str | None:
+        """Why ``value`` is not what a calibration makes of the parameter called ``name``; None if it may be."""
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            return f"it holds {described(value)} as {name!r:.80}"
+        module, _, leaf = name.rpartition(".")
+        holder = dict(self._model.named_modules()).get(module)
+        if holder is None or leaf not in holder._parameters:
+            return f"the model has no parameter {name!r:.80}"
+        old, change = values_of(holder._parameters[leaf]), self._changes.get(name)
+        if change is None and isinstance(value, MXTensor):
+            return f"{name} is quantized, and no change of this call"
+        if change is not None and isinstance(value, MXTensor) and value.format != change.recipe.stored.format:
+            return f"{name} is {value.format.name}, not {change.recipe.stored.format.name}"
+        if change is not None and not isinstance(value, MXTensor):
+            return f"{name} is not quantized"
+        shape = (holder.weight.shape[0],) if old is None else tuple(old.shape)  # a bias that is made
+        if tuple(value.shape) != shape or (old is not None and value.dtype != old.dtype):
+            return f"{name} is {described(value)}, and the parameter has the shape {shape}"
+        values = value.dequantize() if isinstance(value, MXTensor) else value
+        return (
+            None if values.is_floating_point() and values.isfinite().all() else f"{name} has values that are not finite"
+        )
 
     def _read(self, file: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What ``read`` reads from a file. Raises ValueError that names a damaged one."""
         try:
+            if not file.is_file():
+                raise ValueError("a folder or a pipe")
             return read()
-        except (ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:  # a file that is not valid raises whatever its words lead to
             raise ValueError(
                 f"calibrate: {file} is damaged ({type(error).__name__}); remove {self._folder}, or pass another folder"
             ) from error
@@ -78,9 +119,17 @@ class State:
         os.replace(new, self._file(index))
 
 
+def _loaded(file: Path) -> dict[str, Any]:
+    """The tensors in a file of ``State.save``, whose records are as long as the file: nothing in it is compressed."""
+    with zipfile.ZipFile(file) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("a compressed record")
+    return dict(torch.load(file, weights_only=True))
+
+
 def _data(batches: Sequence[Any]) -> str:
     """A digest of the arguments of all calls and their names."""
-    calls = [call_of(batch) for batch in batches]
+    calls = [Call.of(batch) for batch in batches]
     return _digest([part for call in calls for part in (*call.kwargs, *tree_leaves(list(call)))])
 
 

@@ -12,9 +12,8 @@ Source: compressed_tensors/compressors and quantization/quant_scheme.py of versi
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +21,26 @@ from torch import Tensor
 
 from ..core.arguments import described
 from ..core.names import dtype_name
-from ..numerics.formats import FORMATS, Format
+from ..numerics.formats import FORMATS
+from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .global_scale import decoded, divides, remember, stored_for
-from .layout import MERGES, SPLITS, Layout, Written, columns_of_blocks, companions, joined, rowwise, weight, with_others
-from .source import Checkpoint, Entry
+from .global_scale import divides, stored_for
+from .layout import (
+    MERGES,
+    SPLITS,
+    Layout,
+    Written,
+    companions,
+    float8_weight,
+    format_of_inputs,
+    nvfp4_weight,
+    rowwise,
+    tile_size,
+    weight,
+    with_others,
+)
+from .reading import Checkpoint, Entry
 
-METHOD = "compressed-tensors"
 NAME = "compressed-tensors"
 
 
@@ -50,17 +62,18 @@ def _args(bits: int, strategy: str, group: int | None, scale: str | None, dynami
     return args | ({"group_size": group} if group else {}) | ({"scale_dtype": scale} if scale else {})
 
 
-def _mx(format: str, bits: int, name: str, data: str) -> Scheme:
-    def args(dynamic: bool) -> Any:
-        return _args(bits, "group", 32, "torch.uint8", dynamic)
-
-    return Scheme(name, args(False), None if bits == 6 else args(True), data, format)
-
-
 SCHEMES = {
-    "mxfp4_e2m1": _mx("mxfp4_e2m1", 4, "mxfp4-pack-quantized", "weight_packed"),
-    "mxfp6_e2m3": _mx("mxfp6_e2m3", 6, "mxfp6-pack-quantized", "weight_packed"),
-    "mxfp8_e4m3": _mx("mxfp8_e4m3", 8, "mxfp8-quantized", "weight"),
+    "mxfp4_e2m1": Scheme(
+        "mxfp4-pack-quantized", _args(4, "group", 32, "torch.uint8", False), _args(4, "group", 32, "torch.uint8", True),
+        "weight_packed", "mxfp4_e2m1",
+    ),
+    "mxfp6_e2m3": Scheme(
+        "mxfp6-pack-quantized", _args(6, "group", 32, "torch.uint8", False), None, "weight_packed", "mxfp6_e2m3"
+    ),
+    "mxfp8_e4m3": Scheme(
+        "mxfp8-quantized", _args(8, "group", 32, "torch.uint8", False), _args(8, "group", 32, "torch.uint8", True),
+        "weight", "mxfp8_e4m3",
+    ),
     "nvfp4": Scheme(
         "nvfp4-pack-quantized", _args(4, "tensor_group", 16, "torch.float8_e4m3fn", False), None, "weight_packed"
     ),
@@ -83,8 +96,6 @@ ACTIVATIONS = {
 
 _REPEATED_GROUP, _REPETITION = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
 """Patterns of a file with these could take for ever."""
-_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
-
 # ---------------------------------------------------------------------------------------------- reading
 
 
@@ -98,27 +109,13 @@ def _group_of(checkpoint: Checkpoint, module: str) -> dict[str, Any]:
     return {}
 
 
-def _activation(group: dict[str, Any]) -> str | None:
+def activation_of(group: dict[str, Any]) -> str | None:
     """The format to which activations are cast on the fly; None leaves them as they are."""
     args = group.get("input_activations")
     if not isinstance(args, dict) or args.get("dynamic") is not True or args.get("type") != "float":
         return None
     key = args.get("num_bits"), args.get("strategy"), args.get("group_size")
     return ACTIVATIONS.get(key) if all(type(k) in (int, str, type(None)) for k in key) else None  # type: ignore
-
-
-def tile_size(sizes: object) -> int | None:
-    """The size of square tiles that a configuration names; None if it names none or others.
-
-    Raises NotImplementedError for tiles without a format.
-    """
-    if not isinstance(sizes, list) or len(sizes) != 2 or sizes == [1, 32]:
-        return None
-    if sizes[0] != sizes[1] or type(sizes[0]) is not int or sizes[0] not in (16, 32, 64, 128):
-        raise NotImplementedError(
-            f"tiles of {described(sizes)} values are not supported; use square tiles of 16, 32, 64 or 128"
-        )
-    return sizes[0]
 
 
 def _matches(target: object, module: str) -> bool:
@@ -159,73 +156,30 @@ def _packed_format(data: Tensor, scale: Tensor) -> str:
     )
 
 
-def _packed(dtype: torch.dtype, activation: str | None) -> Callable[..., Tensor]:
-    def build(data: Tensor, scale: Tensor, *global_scale: Tensor) -> Tensor:
-        format = _packed_format(data, scale)
-        if format != "nvfp4":
-            return weight(data, scale, format, dtype, activation=activation)
-        if not global_scale or global_scale[0].numel() != 1 or global_scale[0].dtype != torch.float32:
-            got = [(str(t.dtype), tuple(t.shape)) for t in global_scale]
-            raise ValueError(f"NVFP4 needs weight_global_scale, one float32; got {got or 'none'}")
-        here = decoded(global_scale[0], divides, dtype)
-        return remember(weight(data, scale, format, dtype, here, activation), divides, global_scale[0])
-
-    return build
-
-
-def float8_weight(
-    data: Tensor, scale: Tensor, dtype: torch.dtype, activation: str | None = None, block: int | None = None
-) -> MXTensor:
-    """A float8 matrix, or a stack, with MX scales, or float scales for a row, the tensor or a square tile.
-
-    Scales multiply. ``block``: the size of the tiles by the configuration; without it the shape of the scales decides.
-    Raises ValueError for scales of another shape or dtype.
-    """
-    elements = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-    if data.dtype not in elements:
-        raise NotImplementedError(f"the weight is {dtype_name(data.dtype)}, and only float8 (e4m3, e5m2) is supported")
-    element, shape = elements[data.dtype], tuple(data.shape)
-    if data.dim() not in (2, 3) or 0 in shape:
-        raise ValueError(f"a float8 weight needs two dimensions (three: stacked) and values, got shape {shape}")
-    stack, matrix = shape[:-2], shape[-2:]
-    tiles = (block,) if block else (128, 64, 32, 16)
-    if block is None and scale.dtype in _E8M0 and tuple(scale.shape) == (*shape[:-1], -(-shape[-1] // 32)):
-        return weight(data, scale, f"mxfp8_{element}", dtype, activation=activation)
-    if scale.dtype is torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    if not scale.is_floating_point():
-        raise ValueError(f"the scale is {scale.dtype}; it must be a float dtype, or E8M0 bytes")
-    scale = scale.to(torch.float32)
-    if block is None and scale.numel() == 1 and (math.prod(shape[:-1]) > 1 or not scale.dim()):
-        return weight(data, scale.reshape((1,) * len(shape)), f"float8_{element}_tensor", dtype, activation=activation)
-    if block is None and tuple(scale.shape) in (shape[:-1], (*shape[:-1], 1)):
-        return weight(data, scale.reshape(*shape[:-1], 1), f"float8_{element}_row", dtype, activation=activation)
-    for n in tiles:
-        if tuple(scale.shape) == (*stack, *(-(-size // n) for size in matrix)):
-            format: Format = FORMATS[f"float8_{element}_128x128"].with_block((n, n))
-            return weight(data, scale, format, dtype, activation=activation)
-    what = f"tiles of {block}x{block}" if block else "rows, the tensor or square tiles of 16, 32, 64 or 128"
-    raise ValueError(f"the scales {tuple(scale.shape)} of a weight {shape} are not those of {what}")
-
-
-def _float8(dtype: torch.dtype, group: dict[str, Any]) -> Callable[..., Tensor]:
-    casts = group.get("weights")
-    block = tile_size(casts.get("block_structure")) if isinstance(casts, dict) else None
-    return lambda data, scale: float8_weight(data, scale, dtype, _activation(group), block)
+def _packed(data: Tensor, scale: Tensor, *global_scale: Tensor, dtype: torch.dtype, activation: str | None) -> MXTensor:
+    format = _packed_format(data, scale)
+    if format != "nvfp4":
+        return weight(data, scale, format, dtype, activation=activation)
+    return nvfp4_weight(data, scale, global_scale, "weight_global_scale", divides, dtype, activation)
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
-    entries = {}
+    entries, dtype = {}, checkpoint.dtype
     for module, names in companions(checkpoint, "weight_packed", ["weight_scale"], ["weight_global_scale"]):
-        build = _packed(checkpoint.dtype, _activation(_group_of(checkpoint, module)))
-        entries[joined(module, "weight")] = Entry(names, build)
+        activation = activation_of(_group_of(checkpoint, module))
+        entries[names[0].removesuffix("_packed")] = Entry(names, partial(_packed, dtype=dtype, activation=activation))
     for module, names in companions(checkpoint, "weight", ["weight_scale"]):
-        entries[joined(module, "weight")] = Entry(names, _float8(checkpoint.dtype, _group_of(checkpoint, module)))
-    for module, names in companions(checkpoint, "weight_packed", []):
-        if joined(module, "weight") not in entries:
-            raise ValueError(f"{checkpoint.place(names[0])}: the checkpoint lacks {joined(module, 'weight_scale')}")
-        if joined(module, "weight_zero_point") in checkpoint.tensors:
-            raise NotImplementedError(f"{checkpoint.place(names[0])} has a zero point, which is not supported")
+        group = _group_of(checkpoint, module)
+        casts = group.get("weights")
+        block = tile_size(casts.get("block_structure")) if isinstance(casts, dict) else None
+        build = partial(float8_weight, dtype=dtype, activation=activation_of(group), block=block)
+        entries[names[0]] = Entry(names, build)
+    for _, (name,) in companions(checkpoint, "weight_packed", []):
+        module = name.removesuffix("weight_packed")
+        if f"{module}weight" not in entries:
+            raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks {module}weight_scale")
+        if f"{module}weight_zero_point" in checkpoint.tensors:
+            raise NotImplementedError(f"{checkpoint.place(name)} has a zero point, which is not supported")
     return with_others(checkpoint, entries, ("weight_scale", "weight_global_scale"))
 
 
@@ -233,8 +187,7 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    scheme: Scheme
-    operand, scheme = rowwise(name, t, NAME, SCHEMES, whole_blocks=t.format.block[0] == 1)
+    operand, scheme = rowwise(name, t, COMPRESSED_TENSORS, SCHEMES), SCHEMES[t.format.name]
     module = name.removesuffix("weight")
     out = {f"{module}{scheme.data}": operand.data, f"{module}weight_scale": operand.scale}
     if operand.global_scale is not None:
@@ -247,30 +200,31 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
     return out
 
 
-def _group(format: str, activation: str | None, targets: list[str]) -> dict[str, Any]:
-    scheme = SCHEMES[format]
-    inputs = scheme.activation if activation == scheme.activation_format else None
-    return {"targets": targets, "weights": scheme.weights, "input_activations": inputs, "output_activations": None,
-            "format": scheme.format}  # fmt: skip
+def _activation(recipe: LinearRecipe) -> str | None:
+    """The format to which readers cast activations."""
+    scheme = SCHEMES[recipe.stored.format.name]
+    fits = scheme.activation is not None and scheme.activation_format == format_of_inputs(recipe)
+    return scheme.activation_format if fits else None
 
 
 def _config(written: Written) -> dict[str, Any]:
     kinds: dict[tuple[str, str | None], list[str]] = {}
     for name, recipe in written.weights.items():
-        activation = recipe.activation.format.name if recipe.activation else None
-        kinds.setdefault((recipe.stored.format.name, activation), []).append(name)
-    if not kinds:
-        return {}
-    groups = {
-        f"group_{i}": _group(*kind, ["Linear"] if len(kinds) == 1 else written.modules(names))
-        for i, (kind, names) in enumerate(kinds.items())
-    }
+        kinds.setdefault((recipe.stored.format.name, format_of_inputs(recipe)), []).append(name)
+    groups = {}
+    for i, ((format, activation), names) in enumerate(kinds.items()):
+        scheme = SCHEMES[format]
+        groups[f"group_{i}"] = {
+            "targets": ["Linear"] if len(kinds) == 1 else written.modules(names), "weights": scheme.weights,
+            "input_activations": scheme.activation if activation == scheme.activation_format else None,
+            "output_activations": None, "format": scheme.format,
+        }  # fmt: skip
     formats = {SCHEMES[format].format for format, _ in kinds}
     quantization = {
-        "quant_method": METHOD, "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quant_method": NAME, "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed", "global_compression_ratio": None, "kv_cache_scheme": None,
         "config_groups": groups,
-        "ignore": [*written.skipped, *(f"re:{re.escape(module)}\\..*" for module in written.skipped_stacks)],
+        "ignore": [*written.skipped, *(f"re:{re.escape(module)}\\..*" for module in written.modules(written.stacks))],
     }  # fmt: skip
     return {"config.json": {"quantization_config": quantization}}
 
@@ -278,15 +232,18 @@ def _config(written: Written) -> dict[str, Any]:
 COMPRESSED_TENSORS = Layout(
     NAME,
     "llm-compressor, vLLM, transformers",
-    detect=lambda checkpoint: checkpoint.method == METHOD,
+    detect=lambda checkpoint: checkpoint.method == NAME,
     read=_read,
     write=_write,
-    whole=lambda format: columns_of_blocks(format) if format.block[0] == 1 else (1, 1),
+    whole=lambda format: (1, max(format.block[-1], 1)) if format.block[0] == 1 else (1, 1),
     config=_config,
     operations=MERGES,
     stacks_scales=False,  # CompressedTensorsDequantize of transformers 5.23 reads no weight_global_scale of experts
     shared=False,
     row_operations=SPLITS,
+    activation=lambda recipe, every: _activation(recipe),
+    combine=divides,
+    scales=("weight_scale", "weight_global_scale"),
     formats=", ".join(SCHEMES),
     exact="codes and scales; the global scale of NVFP4 is a reciprocal, exact if it was loaded from this layout, "
     "otherwise to one float32 step",

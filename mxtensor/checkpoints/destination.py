@@ -1,23 +1,35 @@
 """Where a checkpoint is written: a folder beside the destination, whose content is moved to it at the end.
 
-The destination is complete or does not exist: an error or an interrupt removes what was being written.
+The destination is complete or does not exist: an error or an interrupt removes what was being written. What a killed
+process has left is removed by the next one that writes there: a folder that no process has locked.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import shutil
-import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from .source import ENDINGS
+from .reading import ENDINGS
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 Result = TypeVar("Result")
 TEMPLATES = "additional_chat_templates"
+PARTIAL, OLD = ".partial", ".old"
+"""Endings of the folder that is being written, and of what it replaces."""
+NEW = 60.0
 
 
 def check_separate(destination: str | Path, *sources: str | Path) -> None:
@@ -33,11 +45,8 @@ def check_separate(destination: str | Path, *sources: str | Path) -> None:
 
 def _holds(outer: Path, inner: Path) -> bool:
     """Whether ``inner`` is ``outer`` or is inside it, also by another name: file systems may ignore case."""
-    return any(place == outer or _same(place, outer) for place in (inner, *inner.parents))
-
-
-def _same(a: Path, b: Path) -> bool:
-    return a.exists() and b.exists() and a.samefile(b)
+    there = outer.exists()
+    return any(p == outer or (there and p.exists() and p.samefile(outer)) for p in (inner, *inner.parents))
 
 
 def folders_of_model(folder: Path) -> list[Path]:
@@ -46,10 +55,50 @@ def folders_of_model(folder: Path) -> list[Path]:
     try:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
         names = [module["path"] for module in modules]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         names = []
     names = [name for name in names if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
     return [folder / name for name in dict.fromkeys([*names, TEMPLATES]) if (folder / name).is_dir()]
+
+
+def _partial(path: Path) -> re.Pattern[str]:
+    """The names of folders in which the destination ``path`` is written, and of those that it has replaced."""
+    return re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}({re.escape(PARTIAL)}|{re.escape(OLD)})")
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock of a folder; None if another process has it, or there are no locks."""
+    if fcntl is None:
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def remove_left_behind(path: Path) -> None:
+    """Remove what processes that were killed have left of a destination: folders that no process has locked.
+
+    An empty one may be that of a process that locks it next; it stays for ``NEW`` seconds. What was replaced stays if
+    nothing is in its place.
+    """
+    for place in (path.parent, path):
+        with suppress(OSError):
+            for entry in place.iterdir() if place.is_dir() else ():
+                found = _partial(path).fullmatch(entry.name)
+                if found is None or not entry.is_dir() or entry.is_symlink() or (found[1] == OLD and not path.exists()):
+                    continue
+                new = time.time() - entry.stat().st_mtime < NEW and not any(entry.iterdir())
+                lock = None if new else _lock(entry)
+                if lock is not None:
+                    shutil.rmtree(entry, ignore_errors=True)
+                    os.close(lock)
 
 
 def _in_use(folder: Path) -> bool:
@@ -72,12 +121,21 @@ class Destination:
 
     def __init__(self, path: str | Path, overwrite: bool = False) -> None:
         self.given, self.path, self.overwrite = Path(path), Path(path).resolve(), overwrite
+        remove_left_behind(self.path)
         self.fills = not self.is_file and self.path.is_dir() and not any(self.path.iterdir())
         """Whether the destination is an empty folder, which stays the same folder."""
         self._check()
         beside = self.path if self.fills else self.path.parent
         beside.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=beside))
+        while True:
+            self.folder = beside / f".{self.path.name}.{secrets.token_hex(4)}{PARTIAL}"
+            try:
+                self.folder.mkdir()  # with the permissions of the umask
+            except FileExistsError:
+                continue
+            break
+        self._lock = _lock(self.folder)
+        """It ends with this process; None where the file system has no locks."""
 
     def _check(self) -> None:
         """Raise FileExistsError if something is there that must not be replaced."""
@@ -99,6 +157,8 @@ class Destination:
         inner = sorted(self.path.iterdir())
         known = [place for place in folders_of_model(self.path) if not any(entry.is_dir() for entry in place.iterdir())]
         folders = [entry.name for entry in inner if entry.is_dir() and entry not in known]
+        if any(_partial(self.path).fullmatch(name) for name in folders):
+            raise FileExistsError(f"{self.given} is being written by another process; choose another destination")
         if folders:
             raise FileExistsError(
                 f"{self.given} holds the folder {folders[0]}, and overwrite=True replaces only folders without "
@@ -128,11 +188,10 @@ class Destination:
         Raises FileExistsError for what was put there meanwhile.
         """
         self._check()
-        os.chmod(self.folder, 0o755)  # mkdtemp makes it private
         if self.fills:
             self._fill()
             return
-        old = self.folder.with_suffix(".old")
+        old = self.folder.with_suffix(OLD)
         try:
             if self.path.exists():
                 os.replace(self.path, old)
@@ -170,5 +229,10 @@ class Destination:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None) -> None:
-        if self.folder.exists():
+        try:
             shutil.rmtree(self.folder, ignore_errors=True)
+        except BaseException:  # an interrupt
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        if self._lock is not None:
+            os.close(self._lock)

@@ -6,12 +6,20 @@ are 16-31. The scale is 2^(byte - 128) over doubled values, which is the E8M0 sc
 64 values of NVFP4 have 36 bytes: 4 scales in UE4M3, then 8 bytes for each 16 values, nibbles as above.
 Names of tensors stay those of GGUF (``blk.0.attn_q.weight``).
 
+Headers are read by gguf's reader with checks of its lengths and without its loops over a vocabulary: it makes each
+string by calls that slice a mapped array, 2 to 4 s for 50,000 tokens. Inside ``headers_cached``, each file's header is
+read once, and ``read_quickly`` gives the same headers to transformers, which reads a header three times.
+
 Source: gguf/quants.py of version 0.19.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,47 +30,147 @@ from torch import Tensor
 
 from ..core.names import dtype_name
 from ..tensor.mxtensor import MXTensor
-from .gguf_reader import LARGEST_ARRAY as LARGEST_ARRAY
-from .gguf_reader import header_of
-from .gguf_sink import GGUFSink
-from .layout import Layout, weight
-from .source import Checkpoint, Encoded, Entry, Stored, needs
+from .destination import Destination
+from .layout import Layout, rowwise, weight
+from .reading import DTYPES, Checkpoint, Entry, Stored, check_file, needs
 
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "F64": torch.float64, "BF16": torch.bfloat16}
-INTEGERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
-NAMES = {dtype: name for name, dtype in (PLAIN | INTEGERS).items()}
+LARGEST_ARRAY = 1 << 22
+"""Entries of an array of the header; a tokenizer has up to half a million."""
+PLAIN = ("F32", "F16", "F64", "BF16")
+NAMES = {DTYPES[name]: name for name in (*PLAIN, "I8", "I16", "I32", "I64")}
+"""dtype of plain values -> type of GGUF, which has safetensors' names for them."""
+_cached: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("_cached", default=None)
+
+# ---------------------------------------------------------------------------------------------- the header
 
 
-class GGUFCheckpoint(Checkpoint):
-    """An opened GGUF file. ``tensor`` gives the bytes of a tensor, as the file has them.
+@cache
+def _reader(gguf: Any) -> Any:
+    """gguf's reader. A wrong length in the header is an error; the package would read on for ever."""
 
-    They are read by offset. gguf's reader maps the file, and mapped pages count as memory of the process.
+    class Reader(gguf.GGUFReader):
+        @property
+        def data(self) -> Any:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._data = np.asarray(mapped)  # slices of a plain array are ten times as fast as those of a memmap
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, *rest: Any, **more: Any) -> Any:
+            found = super()._get(offset, dtype, count, *rest, **more)
+            _check_length(len(found) - int(count), offset, count)
+            return found
+
+        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+            types = gguf.GGUFValueType
+            if int(raw_type) != int(types.ARRAY):
+                return super()._get_field_parts(orig_offs, raw_type)
+            inner, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            kind, count, at = types(int(inner[0])), int(length[0]), int(orig_offs) + 12
+            if count > LARGEST_ARRAY or kind == types.ARRAY:
+                raise ValueError(f"an array of the header has {count} entries; at most {LARGEST_ARRAY} are read")
+            if kind == types.STRING:
+                pieces, end = self._strings(at, count)
+                places = [3 + 2 * i for i in range(count)]
+            elif kind in self.gguf_scalar_to_np:
+                values = self._get(at, self.gguf_scalar_to_np[kind], count)
+                pieces, end = [values[i : i + 1] for i in range(count)], at + values.nbytes
+                places = list(range(2, 2 + count))
+            else:
+                raise ValueError(f"an array of the header has entries of the type {kind.name}")
+            return end - int(orig_offs), [inner, length, *pieces], places, [types.ARRAY, *([kind] if count else [])]
+
+        def _strings(self, at: int, count: int) -> tuple[list[Any], int]:
+            """The length and the bytes of each string, and where the last one ends."""
+            data, dtype = self.data, np.dtype(np.uint64).newbyteorder(self.byte_order)
+            pieces: list[Any] = []
+            for _ in range(count):
+                _check_length(len(data) - at - 8, at, 8)
+                length = data[at : at + 8].view(dtype)
+                end = at + 8 + int(length[0])
+                _check_length(len(data) - end, at, end - at)
+                pieces += length, data[at + 8 : end]
+                at = end
+            return pieces, at
+
+    return Reader
+
+
+def _check_length(rest: int, offset: Any, count: Any) -> None:
+    """Raise ValueError if less than nothing is left of the file after these entries."""
+    if rest < 0:
+        raise ValueError(f"the file ends before byte {int(offset)} of the header and {int(count)} entries")
+
+
+def header_of(path: str | Path) -> Any:
+    """gguf's reader of a file. Raises what numpy, enum and gguf raise for a file that is not valid, OSError."""
+    check_file(Path(path))
+    reader, cached = _reader(needs("gguf", "gguf")), _cached.get()
+    if cached is None:
+        return reader(str(path))
+    about = os.stat(path)
+    key = os.path.realpath(path), about.st_size, about.st_mtime_ns, about.st_ino
+    if key not in cached:
+        cached[key] = reader(str(path))
+    return cached[key]
+
+
+@contextmanager
+def headers_cached() -> Iterator[None]:
+    """Each header is read once inside this block: for a command, which does not change the files that it reads."""
+    token = _cached.set({})
+    try:
+        yield
+    finally:
+        _cached.reset(token)
+
+
+@contextmanager
+def read_quickly() -> Iterator[None]:
+    """Inside this block, others who read headers by the package gguf get those of ``header_of``.
+
+    transformers also asks for the names of all tensors once for each module; they are made once.
     """
+    gguf = needs("gguf", "gguf")
+    _reader(gguf)  # before its base class is replaced
+    quick = {"GGUFReader": header_of, "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
+    slow = {name: getattr(gguf, name) for name in quick}
+    with headers_cached() if _cached.get() is None else nullcontext():
+        try:
+            vars(gguf).update(quick)
+            yield
+        finally:
+            vars(gguf).update(slow)
 
-    reader: Any
-    stored: dict[str, Any]
 
-    def tensor(self, name: str) -> Tensor:
-        found = self.stored[name]
-        data = np.fromfile(self.path, found.data.dtype, found.data.size, offset=int(found.data_offset))
-        if data.size < found.data.size:
-            raise ValueError(f"the file ends {found.data.nbytes - data.nbytes} bytes too early")
-        return torch.from_numpy(data.reshape(found.data.shape))
+# ---------------------------------------------------------------------------------------------- reading
 
 
-def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Open a GGUF file. Raises ValueError for one that the package gguf cannot read."""
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file. Raises ValueError for one that the package gguf cannot read, for tensors that share a name or
+    bytes, and for one of several files that llama.cpp has split a model into."""
     needs("gguf", "gguf")
-    out = GGUFCheckpoint(path)
+    out = Checkpoint(path)
     try:
         out.reader = header_of(path)
-        out.stored = {t.name: t for t in out.reader.tensors}
-        if len(out.stored) < len(out.reader.tensors):
-            raise ValueError("two tensors have the same name")
-        _check_overlaps(out.reader.tensors)
-        _check_whole(path, out.reader.fields)
+        places = []
         for t in out.reader.tensors:
-            out.tensors[t.name] = Stored(path, t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)))
+            if t.name in out.tensors:
+                raise ValueError("two tensors have the same name")
+            shape, offset, size = tuple(int(n) for n in reversed(t.shape)), int(t.data_offset), int(t.n_bytes)
+            out.add(t.name, Stored(path, t.tensor_type.name, shape, offset, size))
+            places += [(offset, size, t.name)] if size else []
+        for (start, size, name), (following, _, other) in pairwise(sorted(places)):
+            if start + size > following:
+                raise ValueError(f"the bytes of {name} and {other} overlap")
+        fields = out.reader.fields
+        count, number = (int(fields[key].contents()) if key in fields else 0 for key in ("split.count", "split.no"))
+        if count > 1:
+            raise ValueError(
+                f"it is part {number + 1} of {count} of a model; join them by `llama-gguf-split --merge` with the "
+                "first part and a new file"
+            )
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a file that is not valid raises what numpy and enum raise
@@ -71,88 +179,136 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     return out
 
 
-def _check_whole(path: Path, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError for one of several files that llama.cpp has split a model into: it lacks the other tensors."""
-    count, number = (int(fields[key].contents()) if key in fields else 0 for key in ("split.count", "split.no"))
-    if count > 1:
-        raise ValueError(
-            f"it is part {number + 1} of {count} of a model; join them by `llama-gguf-split --merge` with the first "
-            "part and a new file"
-        )
-
-
-def _check_overlaps(tensors: Iterable[Any]) -> None:
-    """Raise ValueError for two tensors that share bytes: gguf's reader does not."""
-    places = sorted((int(t.data_offset), int(t.n_bytes), t.name) for t in tensors if t.n_bytes)
-    for (start, size, name), (following, _, other) in pairwise(places):
-        if start + size > following:
-            raise ValueError(f"the bytes of {name} and {other} overlap")
-
-
-# ---------------------------------------------------------------------------------------------- reading
-
-
 def _in_order(packed: Tensor) -> Tensor:
     """Bytes (..., n) whose low nibbles are the first n values -> the same codes with an even index in a low nibble."""
     nibbles = torch.cat((packed & 15, packed >> 4), -1)
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
-def _mxfp4(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
-    def build(data: Tensor) -> Tensor:
-        blocks = data.reshape(*shape[:-1], shape[-1] // 32, 17)
-        codes = _in_order(blocks[..., 1:]).flatten(-2)
-        return weight(codes, blocks[..., 0].contiguous(), "mxfp4_e2m1", dtype, shape=shape)
-
-    return build
+def _mxfp4(data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> MXTensor:
+    blocks = data.reshape(*shape[:-1], shape[-1] // 32, 17)
+    codes = _in_order(blocks[..., 1:]).flatten(-2)
+    return weight(codes, blocks[..., 0].contiguous(), "mxfp4_e2m1", dtype, shape=shape)
 
 
-def _nvfp4(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Tensor]:
-    def build(data: Tensor) -> Tensor:
-        blocks = data.reshape(*shape[:-1], shape[-1] // 64, 36)
-        codes = _in_order(blocks[..., 4:].unflatten(-1, (4, 8))).flatten(-3)
-        scale = blocks[..., :4].flatten(-2)
-        scale = torch.where((scale & 127) == 127, 0, scale & 127)  # no sign, and no NaN
-        return weight(codes, scale.contiguous(), "nvfp4_single_level", dtype, shape=shape)
-
-    return build
+def _nvfp4(data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> MXTensor:
+    blocks = data.reshape(*shape[:-1], shape[-1] // 64, 36)
+    codes = _in_order(blocks[..., 4:].unflatten(-1, (4, 8))).flatten(-3)
+    scale = blocks[..., :4].flatten(-2)
+    scale = torch.where((scale & 127) == 127, 0, scale & 127)  # no sign, and no NaN
+    return weight(codes, scale.contiguous(), "nvfp4_single_level", dtype, shape=shape)
 
 
 CODES = {"MXFP4": (_mxfp4, 32), "NVFP4": (_nvfp4, 64)}
 """Type of GGUF -> (what builds a tensor of its codes, values that its blocks have)."""
 
 
-def _dequantized(shape: tuple[int, ...], kind: str) -> Callable[..., Tensor]:
-    def build(data: Tensor) -> Tensor:
-        if kind in INTEGERS:
-            return data.reshape(shape)
-        if kind in PLAIN:
-            return data.reshape(-1).view(torch.uint8).view(PLAIN[kind]).reshape(shape)
-        gguf = needs("gguf", "gguf")
-        try:
-            values = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind])
-        except NotImplementedError as error:
-            raise NotImplementedError(f"the package gguf does not dequantize {kind}") from error
-        return torch.from_numpy(values).reshape(shape)
-
-    return build
+def _dequantized(data: Tensor, shape: tuple[int, ...], kind: str) -> Tensor:
+    gguf = needs("gguf", "gguf")
+    try:
+        values = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind])
+    except NotImplementedError as error:
+        raise NotImplementedError(f"the package gguf does not dequantize {kind}") from error
+    return torch.from_numpy(values).reshape(shape)
 
 
-def _read(checkpoint: Any) -> dict[str, Entry]:
+def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {}
     for name, stored in checkpoint.tensors.items():
+        other = f"{name.removesuffix('.weight')}.scale"
+        if stored.dtype not in PLAIN and other != name and other in checkpoint.tensors:
+            raise NotImplementedError(
+                f"{checkpoint.place(name)}: codes in {stored.dtype} with {other}, which multiplies the results of this "
+                "layer in llama.cpp and is not read here; use a file without such scales"
+            )
         make, block = CODES.get(stored.dtype, (None, 1))
         if make is not None and stored.shape and stored.shape[-1] % block == 0:
-            entries[name] = Entry((name,), make(stored.shape, checkpoint.dtype))
-            continue
-        encoded = None
-        if stored.dtype not in PLAIN | INTEGERS:
-            encoded = Encoded(stored.dtype, stored.shape, int(checkpoint.stored[name].n_bytes))
-        entries[name] = Entry((name,), _dequantized(stored.shape, stored.dtype), encoded)
+            entries[name] = Entry((name,), partial(make, shape=stored.shape, dtype=checkpoint.dtype))
+        elif stored.dtype in NAMES.values():
+            entries[name] = Entry((name,))
+        else:
+            entries[name] = Entry((name,), partial(_dequantized, shape=stored.shape, kind=stored.dtype), stored)
     return entries
 
 
 # ---------------------------------------------------------------------------------------------- writing
+
+
+class GGUFSink(Destination):
+    """A context manager that collects the bytes of tensors and writes one file, by the package ``gguf``, which needs
+    the sizes of all tensors before the first byte: they wait in a file beside the destination.
+
+    ``path``: a file that ends in ``.gguf``. ``source``: a GGUF file hands on its header: the architecture, the
+    tokenizer and all other fields. Without one, the header has the architecture only: tools read the tensors, but
+    llama.cpp needs a file that its own converter has made. Raises ValueError for another path, FileExistsError if it
+    exists, unless ``overwrite``.
+    """
+
+    def __init__(
+        self, path: str | Path, shard_bytes: int, overwrite: bool = False, source: Checkpoint | None = None
+    ) -> None:
+        if Path(path).suffix != ".gguf":
+            raise ValueError(f"the layout gguf is one file; pass a name that ends in .gguf, not {path}")
+        super().__init__(path, overwrite)
+        self.source = source
+        self._infos: dict[str, tuple[tuple[int, ...], int, str]] = {}
+        """Name -> (shape of its bytes, number of bytes, type of GGUF)."""
+        self._spool = (self.folder / "tensors").open("wb")
+
+    def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+        """Add the bytes of a tensor; ``metadata`` has its type of GGUF by name."""
+        for name, t in tensors.items():
+            if name in self._infos:
+                raise ValueError(f"two tensors would be stored as {name}; rename one of them")
+            t = t.detach().to("cpu").contiguous()
+            raw = (t if t.dim() else t.reshape(1)).view(torch.uint8)
+            self._infos[name] = tuple(raw.shape), raw.numel(), (metadata or {})[name]
+            self.checked_write(self._spool.write, memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
+
+    def finish(self, files: Mapping[str, Any], source: Path | None = None) -> None:
+        """Write the file and move it to its place. ``files``: ``config.json`` names the architecture."""
+        config = files.get("config.json") or {}
+        self.checked_write(self._finish, str(config.get("model_type", "unknown")))
+
+    def _finish(self, architecture: str) -> None:
+        gguf = needs("gguf", "gguf")
+        self._spool.close()
+        fields = {} if self.source is None or self.source.reader is None else self.source.reader.fields
+        key = gguf.Keys.General.ARCHITECTURE
+        architecture = fields[key].contents() if key in fields else architecture
+        writer = gguf.GGUFWriter(out := self.folder / "out.gguf", architecture)
+        try:
+            _copy_fields(gguf, writer, fields)
+            for name, (shape, size, kind) in self._infos.items():
+                writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, gguf.GGMLQuantizationType[kind])
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            with open(self._spool.name, "rb") as spool:
+                for _, size, _ in self._infos.values():
+                    writer.write_tensor_data(np.fromfile(spool, np.uint8, size))
+        finally:
+            writer.close()
+        self.move_file(out.name)
+
+    def __exit__(self, *error: Any) -> None:
+        self._spool.close()
+        super().__exit__(*error)
+
+
+def _copy_fields(gguf: Any, writer: Any, fields: Mapping[str, Any]) -> None:
+    """Copy the fields of a source; what llama.cpp calls the type of the file is guessed from its tensors."""
+    file_type = gguf.Keys.General.FILE_TYPE
+    for name, field in fields.items():
+        value = field.contents()
+        if name.startswith("GGUF.") or name in (gguf.Keys.General.ARCHITECTURE, file_type) or value in (None, []):
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, value, kind, sub_type=inner)
+        if name == gguf.Keys.General.ALIGNMENT:
+            writer.data_alignment = int(value)
+    writer.add_uint32(file_type, int(gguf.LlamaFileType.GUESSED))
 
 
 def _halves(data: Tensor, size: int) -> Tensor:
@@ -160,10 +316,6 @@ def _halves(data: Tensor, size: int) -> Tensor:
     packed = data.unflatten(-1, (-1, size))
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return codes[..., :size] | codes[..., size:] << 4
-
-
-def _from_mxfp4(name: str, data: Tensor, scale: Tensor) -> Tensor:
-    return torch.cat((scale[..., None], _halves(data, 16)), -1).flatten(-2)
 
 
 def _from_nvfp4(name: str, data: Tensor, scale: Tensor) -> Tensor:
@@ -187,25 +339,17 @@ def _from_mxint8(name: str, data: Tensor, scale: Tensor) -> Tensor:
 
 
 WRITTEN: dict[str, tuple[str, Callable[[str, Tensor, Tensor], Tensor], int]] = {
-    "mxfp4_e2m1": ("MXFP4", _from_mxfp4, 32), "nvfp4_single_level": ("NVFP4", _from_nvfp4, 64),
+    "mxfp4_e2m1": (
+        "MXFP4", lambda name, data, scale: torch.cat((scale[..., None], _halves(data, 16)), -1).flatten(-2), 32
+    ), "nvfp4_single_level": ("NVFP4", _from_nvfp4, 64),
     "mxint8": ("Q8_0", _from_mxint8, 32),
 }  # fmt: skip
 """Format -> (type of GGUF, what makes its bytes, values that its blocks have)."""
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    if t.format.name not in WRITTEN:
-        raise NotImplementedError(
-            f"{name} is {t.format.name}, and the layout gguf holds {', '.join(WRITTEN)}: pass format=, which quantizes "
-            "again"
-        )
-    _, bytes_of, block = WRITTEN[t.format.name]
-    operand = t.rowwise
-    if operand is None or t.dim() not in (2, 3) or t.shape[-1] % block:
-        raise NotImplementedError(
-            f"{name} has the orientation {t.orientation.label} and the shape {tuple(t.shape)}, and the layout gguf "
-            f"holds rowwise matrices with whole blocks of {block} values; skip it, or use the layout native"
-        )
+    operand = rowwise(name, t, GGUF, WRITTEN, any_name=True)
+    _, bytes_of, _ = WRITTEN[t.format.name]
     return {name: bytes_of(name, operand.data.contiguous(), operand.scale.contiguous())}
 
 
@@ -221,20 +365,15 @@ def _type_of(name: str, t: Tensor) -> dict[str, str]:
     return {name: NAMES[t.dtype]}
 
 
-def _unchanged(checkpoint: Checkpoint, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The bytes and the type of a tensor as the file has them, also of types that this package does not write."""
-    return {name: checkpoint.tensor(name)}, {name: checkpoint.tensors[name].dtype}
-
-
 GGUF = Layout(
     "gguf",
     "llama.cpp",
-    detect=lambda checkpoint: isinstance(checkpoint, GGUFCheckpoint),
+    detect=lambda checkpoint: checkpoint.reader is not None,
     read=_read,
     write=_write,
     whole=lambda format: (1, WRITTEN[format.name][2] if format.name in WRITTEN else 1),
     metadata=_type_of,
-    unchanged=_unchanged,
+    unchanged=lambda checkpoint, name: ({name: checkpoint.tensor(name)}, {name: checkpoint.tensors[name].dtype}),
     sink=GGUFSink,
     dims=(2, 3),
     embeddings=True,

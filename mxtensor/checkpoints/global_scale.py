@@ -43,10 +43,13 @@ def _tables() -> tuple[Tensor, Tensor]:
 
 
 def decoded(stored: Tensor, combine: Combine, dtype: torch.dtype) -> Tensor:
-    """The global scale by which this package decodes what another library decodes by ``combine(scale, stored)``.
+    """The global scale by which this package decodes what another library decodes by ``combine(scale, stored)``, one
+    for each matrix of a stack.
 
     In bfloat16 and float16 the values are those of that library wherever one float32 can give them.
     """
+    if stored.numel() > 1:
+        return torch.stack([decoded(one, combine, dtype) for one in stored.flatten()]).view(stored.shape)
     stored = stored.reshape(())
     start = 1.0 / stored if combine is divides else stored
     if not (bool(start.isfinite()) and float(start) > 0):
@@ -58,8 +61,12 @@ def decoded(stored: Tensor, combine: Combine, dtype: torch.dtype) -> Tensor:
 
 def _nearest(start: Tensor, values: Callable[[Tensor], Tensor], wanted: Tensor, dtype: torch.dtype) -> Tensor:
     """The float32 near ``start`` whose ``values``, rounded to ``dtype``, differ least often from those wanted."""
+    neighbors, low, high = [start], start, start
+    for _ in range(STEPS):
+        low, high = torch.nextafter(low, torch.zeros(())), torch.nextafter(high, torch.tensor(torch.inf))
+        neighbors += [low, high]
     best, fewest, wanted = start, wanted.numel() + 1, wanted.to(dtype)
-    for candidate in _neighbors(start):
+    for candidate in neighbors:  # the nearest first
         wrong = int((values(candidate).to(dtype) != wanted).sum())
         if wrong < fewest:
             best, fewest = candidate, wrong
@@ -68,33 +75,41 @@ def _nearest(start: Tensor, values: Callable[[Tensor], Tensor], wanted: Tensor, 
     return best
 
 
-def _neighbors(start: Tensor) -> list[Tensor]:
-    """``start`` and the float32 numbers beside it, the nearest first."""
-    found, low, high = [start], start, start
-    for _ in range(STEPS):
-        low, high = torch.nextafter(low, torch.zeros(())), torch.nextafter(high, torch.tensor(torch.inf))
-        found += [low, high]
-    return found
-
-
 def remember(t: MXTensor, combine: Combine, stored: Tensor) -> MXTensor:
     """Attach the stored global scale to a loaded tensor."""
     operand = t.rowwise
     assert operand is not None and operand.global_scale is not None
-    setattr(t, STORED, (operand.global_scale.clone(), combine, stored.reshape(()).clone()))
+    setattr(t, STORED, (operand.global_scale.clone(), combine, stored.clone()))
     return t
 
 
+def steps(t: MXTensor, combine: Combine) -> bool:
+    """Whether ``stored_for(t, combine)`` is read back as another global scale: codes are kept, and values may differ by
+    a float32 step."""
+    operand = t.rowwise
+    if operand is None or operand.global_scale is None:
+        return False
+    again = decoded(stored_for(t, combine), combine, t.dtype)
+    return not bool((again.flatten() == operand.global_scale.cpu().flatten()).all())  # a stack may have one for all
+
+
 def stored_for(t: MXTensor, combine: Combine) -> Tensor:
-    """The global scale to store for a library that decodes by ``combine``: the one that was loaded, if it is known."""
+    """The global scale to store for a library that decodes by ``combine``: the one that was loaded, if it is known; of
+    a stack one for each matrix, (..., 1, 1), unless all are equal."""
     operand = t.rowwise
     assert operand is not None and operand.global_scale is not None
     scale = operand.global_scale.cpu()
     loaded: tuple[Tensor, Combine, Tensor] | None = getattr(t, STORED, None)
     if loaded is not None and loaded[1] is combine and torch.equal(loaded[0], scale):
-        return loaded[2].clone()
-    start = scale.reshape(()) if combine is multiplies else 1.0 / scale.reshape(())
+        return loaded[2].reshape(()).clone() if loaded[2].numel() == 1 else loaded[2].clone()
+    if scale.numel() and bool((scale == scale.flatten()[0]).all()):  # one number, as for a matrix
+        return _stored(scale.flatten()[0], combine, t.dtype)
+    return torch.stack([_stored(one, combine, t.dtype) for one in scale.flatten()]).view(scale.shape)
+
+
+def _stored(scale: Tensor, combine: Combine, dtype: torch.dtype) -> Tensor:
+    start = scale if combine is multiplies else 1.0 / scale
     if not (bool(start.isfinite()) and float(start) > 0):
         raise ValueError(f"the global scale is {float(scale)}, which has no reciprocal to store")
     elements, scales = _tables()
-    return _nearest(start, lambda stored: elements * combine(scales, stored), elements * scales * scale.cpu(), t.dtype)
+    return _nearest(start, lambda stored: elements * combine(scales, stored), elements * scales * scale, dtype)

@@ -7,7 +7,7 @@ other names: ``mlp1_weight.blocks``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,28 +15,25 @@ from torch import Tensor
 
 from ..tensor.mxtensor import MXTensor
 from .layout import Layout, Written, weight, with_others
-from .source import Checkpoint, Entry
+from .reading import Checkpoint, Entry
 
 NAMES = (("_blocks", "_scales"), (".blocks", ".scales"))
 """The two endings of codes and scales: transformers', and those of the original release."""
 FORMAT = "mxfp4_e2m1"
 
 
-def _codes(dtype: torch.dtype) -> Callable[..., Tensor]:
-    def build(blocks: Tensor, scales: Tensor) -> Tensor:
-        if blocks.dim() < 2 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
-            raise ValueError(
-                f"blocks {tuple(blocks.shape)} and scales {tuple(scales.shape)} do not fit: 16 bytes share a scale"
-            )
-        if blocks.dim() != 4:
-            raise ValueError(f"blocks must be (experts, out, in / 32, 16), got {tuple(blocks.shape)}")
-        return weight(blocks.flatten(-2), scales, FORMAT, dtype, columnwise=True)
-
-    return build
+def _codes(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> MXTensor:
+    if blocks.dim() < 2 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
+        raise ValueError(
+            f"blocks {tuple(blocks.shape)} and scales {tuple(scales.shape)} do not fit: 16 bytes share a scale"
+        )
+    if blocks.dim() != 4:
+        raise ValueError(f"blocks must be (experts, out, in / 32, 16), got {tuple(blocks.shape)}")
+    return weight(blocks.flatten(-2), scales, FORMAT, dtype, columnwise=True)
 
 
-def _pairs(checkpoint: Checkpoint) -> dict[str, Entry]:
-    found = {}
+def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
+    entries = {}
     for name, stored in checkpoint.tensors.items():
         for blocks, scales in NAMES:
             if not name.endswith(blocks) or stored.dtype != "U8":
@@ -45,17 +42,8 @@ def _pairs(checkpoint: Checkpoint) -> dict[str, Entry]:
             other = model_name + scales
             if other not in checkpoint.tensors:
                 raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks {other}")
-            found[model_name] = Entry((name, other), _codes(checkpoint.dtype))
-    return found
-
-
-def _detect(checkpoint: Checkpoint) -> bool:
-    has_blocks = any(n.endswith(("_blocks", ".blocks")) and t.dtype == "U8" for n, t in checkpoint.tensors.items())
-    return checkpoint.method == "mxfp4" or (not checkpoint.method and has_blocks)
-
-
-def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
-    return with_others(checkpoint, _pairs(checkpoint), ("_scales", ".scales"))
+            entries[model_name] = Entry((name, other), partial(_codes, dtype=checkpoint.dtype))
+    return with_others(checkpoint, entries, ("_scales", ".scales"))
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
@@ -70,8 +58,6 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
 
 
 def _config(written: Written) -> dict[str, Any]:
-    if not written.weights:
-        return {}
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": written.skipped}
     return {"config.json": {"quantization_config": quantization}}
 
@@ -79,11 +65,18 @@ def _config(written: Written) -> dict[str, Any]:
 GPT_OSS = Layout(
     "gpt-oss",
     "OpenAI's gpt-oss, transformers' Mxfp4Config",
-    detect=_detect,
+    detect=lambda checkpoint: (
+        checkpoint.method == "mxfp4"
+        or (
+            not checkpoint.method
+            and any(n.endswith(("_blocks", ".blocks")) and t.dtype == "U8" for n, t in checkpoint.tensors.items())
+        )
+    ),
     read=_read,
     write=_write,
     whole=lambda format: (32, 1),
     config=_config,
     dims=(3,),
+    scales=("_scales", ".scales"),
     formats="mxfp4_e2m1, stacked experts",
 )

@@ -7,17 +7,17 @@ configuration's ``quantization`` has group_size, bits and mode, and may have ent
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.arguments import described
-from ..numerics.formats import FORMATS
 from ..tensor.mxtensor import MXTensor
-from .layout import Layout, Written, columns_of_blocks, companions, joined, rowwise, weight, with_others
-from .source import Checkpoint, Entry
+from .layout import Layout, Written, columns_of_blocks, companions, rowwise, weight, with_others
+from .names import module_of
+from .reading import Checkpoint, Entry
 
 NAME = "mlx"
 FORMATS_BY_MODE = {"mxfp4": "mxfp4_e2m1", "mxfp8": "mxfp8_e4m3", "nvfp4": "nvfp4_single_level"}
@@ -38,31 +38,22 @@ def _mode(checkpoint: Checkpoint, module: str) -> str:
     return mode
 
 
-def _codes(mode: str, dtype: torch.dtype) -> Callable[..., Tensor]:
-    format = FORMATS[FORMATS_BY_MODE[mode]]
-
-    def build(words: Tensor, scale: Tensor) -> Tensor:
-        if words.dtype is not torch.uint32 or words.dim() not in (2, 3):
-            raise ValueError(f"weight must be a matrix of uint32, got {words.dtype} {tuple(words.shape)}")
-        return weight(words.contiguous().view(torch.uint8), scale, format, dtype)
-
-    return build
-
-
-def _detect(checkpoint: Checkpoint) -> bool:
-    return isinstance(checkpoint.config.get("quantization"), dict) and not checkpoint.method
+def _codes(words: Tensor, scale: Tensor, mode: str, dtype: torch.dtype) -> MXTensor:
+    if words.dtype is not torch.uint32 or words.dim() not in (2, 3):
+        raise ValueError(f"weight must be a matrix of uint32, got {words.dtype} {tuple(words.shape)}")
+    return weight(words.contiguous().view(torch.uint8), scale, FORMATS_BY_MODE[mode], dtype)
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {
-        joined(module, "weight"): Entry(names, _codes(_mode(checkpoint, module), checkpoint.dtype))
+        names[0]: Entry(names, partial(_codes, mode=_mode(checkpoint, module), dtype=checkpoint.dtype))
         for module, names in companions(checkpoint, "weight", ["scales"])
     }
     return with_others(checkpoint, entries, (".scales",))
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    operand, _ = rowwise(name, t, NAME, MODES, stacks=True)
+    operand = rowwise(name, t, MLX, MODES)
     words = operand.data.contiguous().view(torch.uint8).view(torch.uint32)
     return {name: words, f"{name.removesuffix('weight')}scales": operand.scale}
 
@@ -71,24 +62,21 @@ def _config(written: Written) -> dict[str, Any]:
     casts = {}
     for name, recipe in written.weights.items():
         format = recipe.stored.format
-        mode = MODES[format.name]
-        casts[name.removesuffix(".weight")] = {
+        casts[module_of(name)] = {
             "group_size": format.block[-1],
             "bits": format.element.bits,
-            "mode": mode,
+            "mode": MODES[format.name],
         }
-    if not casts:
-        return {}
     first = next(iter(casts.values()))
     single = {module: cast for module, cast in casts.items() if cast != first}
-    skipped = {name.removesuffix(".weight"): False for name in written.others}
+    skipped = {module_of(name): False for name in written.others}
     return {"config.json": {"quantization": first | single | skipped}}
 
 
 MLX = Layout(
     NAME,
     "mlx-lm, on Apple's devices",
-    detect=_detect,
+    detect=lambda checkpoint: isinstance(checkpoint.config.get("quantization"), dict) and not checkpoint.method,
     read=_read,
     write=_write,
     whole=columns_of_blocks,
@@ -96,5 +84,6 @@ MLX = Layout(
     metadata=lambda name, t: {"format": "mlx"},
     dims=(2, 3),
     embeddings=True,
+    scales=("scales",),
     formats=", ".join(MODES),
 )

@@ -9,18 +9,30 @@ Source: modelopt/torch/export and modelopt/torch/quantization/qtensor of version
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.names import dtype_name
+from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .compressed_tensors import float8_weight
-from .global_scale import decoded, multiplies, remember, stored_for
-from .layout import Layout, Written, columns_of_blocks, companions, joined, rowwise, weight, with_others
-from .source import Checkpoint, Entry
+from .global_scale import multiplies, stored_for
+from .layout import (
+    Layout,
+    Written,
+    columns_of_blocks,
+    companions,
+    float8_weight,
+    format_of_inputs,
+    nvfp4_weight,
+    rowwise,
+    weight,
+    with_others,
+)
+from .reading import Checkpoint, Entry
 
 NAME = "modelopt"
 ALGORITHMS = {"nvfp4": ("NVFP4", 16), "mxfp8_e4m3": ("MXFP8", 32), "mxfp4_e2m1": ("mxfp4", 32)}
@@ -32,42 +44,29 @@ WITH_ACTIVATION = {
 """(format, format of activations) -> quant_algo, where another one is used."""
 
 
-def _codes(dtype: torch.dtype) -> Callable[..., Tensor]:
-    def build(data: Tensor, scale: Tensor, *second: Tensor) -> Tensor:
-        if data.dtype is not torch.uint8:
-            return float8_weight(data, scale, dtype)
-        if scale.dtype is torch.uint8 and scale.dim():
-            return weight(data, scale, "mxfp4_e2m1", dtype)
-        if scale.dtype is not torch.float8_e4m3fn:
-            raise NotImplementedError(
-                f"codes of 4 bits with scales in {dtype_name(scale.dtype)} are neither NVFP4 nor "
-                "MXFP4; integer codes (AWQ, W4A8_AWQ) are not supported"
-            )
-        if not second or second[0].numel() != 1 or second[0].dtype != torch.float32:
-            got = [(str(t.dtype), tuple(t.shape)) for t in second]
-            raise ValueError(f"NVFP4 needs weight_scale_2, one float32; got {got or 'none'}")
-        here = decoded(second[0], multiplies, dtype)
-        return remember(weight(data, scale, "nvfp4", dtype, here), multiplies, second[0])
-
-    return build
-
-
-def _detect(checkpoint: Checkpoint) -> bool:
-    return checkpoint.method == "modelopt" or (
-        not checkpoint.method and bool(checkpoint.json("hf_quant_config.json").get("quantization"))
-    )
+def _codes(data: Tensor, scale: Tensor, *second: Tensor, dtype: torch.dtype) -> MXTensor:
+    if data.dtype is not torch.uint8:
+        return float8_weight(data, scale, dtype)
+    if scale.dtype is torch.uint8 and scale.dim():
+        return weight(data, scale, "mxfp4_e2m1", dtype)
+    if scale.dtype is not torch.float8_e4m3fn:
+        raise NotImplementedError(
+            f"codes of 4 bits with scales in {dtype_name(scale.dtype)} are neither NVFP4 nor MXFP4; integer codes "
+            "(AWQ, W4A8_AWQ) are not supported"
+        )
+    return nvfp4_weight(data, scale, second, "weight_scale_2", multiplies, dtype)
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {
-        joined(module, "weight"): Entry(names, _codes(checkpoint.dtype))
-        for module, names in companions(checkpoint, "weight", ["weight_scale"], ["weight_scale_2"])
+        names[0]: Entry(names, partial(_codes, dtype=checkpoint.dtype))
+        for _, names in companions(checkpoint, "weight", ["weight_scale"], ["weight_scale_2"])
     }
     return with_others(checkpoint, entries, ("weight_scale", "weight_scale_2"))
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    operand, _ = rowwise(name, t, NAME, ALGORITHMS)
+    operand = rowwise(name, t, MODELOPT, ALGORITHMS)
     out = {name: operand.data, f"{name}_scale": operand.scale}
     if operand.global_scale is not None:
         out[f"{name}_scale"] = operand.scale_view
@@ -75,30 +74,26 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
     return out
 
 
+def _algorithm(recipes: Collection[LinearRecipe]) -> tuple[str, str | None]:
+    """The quant_algo of weights in one format, and the format to which its readers cast activations."""
+    format = next(iter(recipes)).stored.format.name
+    casts = {format_of_inputs(recipe) for recipe in recipes}
+    kind = format, casts.pop() if len(casts) == 1 else format
+    return (WITH_ACTIVATION[kind], kind[1]) if kind in WITH_ACTIVATION else (ALGORITHMS[format][0], format)
+
+
 def _config(written: Written) -> dict[str, Any]:
-    recipes = written.weights.values()
-    formats = {recipe.stored.format.name for recipe in recipes}
-    if not formats:
-        return {}
+    formats = {recipe.stored.format.name for recipe in written.weights.values()}
     if len(formats) > 1:
         raise NotImplementedError(
             f"the layout modelopt holds one format in a checkpoint, got {', '.join(sorted(formats))}: pass format="
         )
-    format = formats.pop()
-    algorithm, group = ALGORITHMS[format]
-    casts = {recipe.activation.format.name if recipe.activation else None for recipe in recipes}
-    algorithm = WITH_ACTIVATION.get((format, casts.pop()), algorithm) if len(casts) == 1 else algorithm
-    common = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": group}
+    algorithm, _ = _algorithm(written.weights.values())
+    common = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "group_size": ALGORITHMS[formats.pop()][1]}
     producer = {"name": "modelopt", "version": "0.47.0"}  # the version whose layout this is
+    quantization = {"quant_method": NAME, "producer": producer, "ignore": written.skipped, **common}
     return {
-        "config.json": {
-            "quantization_config": {
-                "quant_method": "modelopt",
-                "producer": producer,
-                "ignore": written.skipped,
-                **common,
-            }
-        },
+        "config.json": {"quantization_config": quantization},
         "hf_quant_config.json": {"producer": producer, "quantization": {**common, "exclude_modules": written.skipped}},
     }
 
@@ -106,10 +101,17 @@ def _config(written: Written) -> dict[str, Any]:
 MODELOPT = Layout(
     NAME,
     "NVIDIA ModelOpt; vLLM, SGLang, TensorRT-LLM read it",
-    detect=_detect,
+    detect=lambda checkpoint: (
+        checkpoint.method == NAME
+        or (not checkpoint.method and bool(checkpoint.json("hf_quant_config.json").get("quantization")))
+    ),
     read=_read,
     write=_write,
     whole=columns_of_blocks,
+    input_scales=True,
     config=_config,
+    activation=lambda recipe, every: _algorithm(every)[1],
+    combine=multiplies,
+    scales=("weight_scale", "weight_scale_2"),
     formats=f"{', '.join(ALGORITHMS)}; read also: float8 with one scale per tensor",
 )

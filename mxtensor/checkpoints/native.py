@@ -9,19 +9,20 @@ included.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..core.arguments import described
 from ..core.shapes import contiguous_stride
-from ..recipe.rows import recipe_from_row
+from ..recipe.linear_recipe import LinearRecipe, recipe_from_row
 from ..tensor.mxtensor import MXTensor
 from ..tensor.pickles import rebuild, rebuild_with_attributes
-from .layout import MERGES, SPLITS, Layout, Written, with_others
-from .source import Checkpoint, Entry
-from .transformers_names import names_in_files
+from .layout import MERGES, SPLITS, Layout, format_of_inputs, with_others
+from .names import names_in_files
+from .reading import Checkpoint, Entry
 
 PREFIX = "mxtensor."
 _TENSORS = ("data", "scale", "global_scale")
@@ -62,7 +63,13 @@ def entry_of(name: str, text: str, part: tuple[int, ...] | None = None) -> Entry
     if part is not None:
         size, stride = part, contiguous_stride(part)
     sources = tuple(f"{name}{side}_{kind}" for side, kinds in sides.items() for kind in kinds)
-    return Entry(sources, _builder(sides, row, (dtype, size, stride, grad)))
+    return Entry(sources, partial(_built, sides, row, (dtype, size, stride, grad)))
+
+
+def recipe_of_entry(name: str, text: str) -> LinearRecipe:
+    """The recipe of a tensor whose metadata is ``text``. Raises ValueError for metadata that is not valid."""
+    _, row, _ = _fields(name, text)
+    return recipe_from_row(row)
 
 
 def why_not_sharded(name: str, text: str, shards: Mapping[int, int]) -> str | None:
@@ -97,23 +104,23 @@ def _fields(name: str, text: str) -> tuple[dict[str, tuple[str, ...]], Any, tupl
         raise ValueError(f"the metadata of tensor {name} is not valid: {error!r:.200}") from error
 
 
-def _builder(sides: dict[str, tuple[str, ...]], row: Any, outer: tuple[Any, ...]) -> Callable[..., Tensor]:
-    def build(*tensors: Tensor) -> Tensor:
-        rest = iter(tensors)
-        return rebuild({side: tuple(next(rest) for _ in kinds) for side, kinds in sides.items()}, row, outer, False)  # type: ignore[no-any-return]
-
-    return build
+def _built(sides: dict[str, tuple[str, ...]], row: Any, outer: tuple[Any, ...], *tensors: Tensor) -> MXTensor:
+    rest = iter(tensors)
+    return rebuild({side: tuple(next(rest) for _ in kinds) for side, kinds in sides.items()}, row, outer, False)  # type: ignore[no-any-return]
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
-    entries, texts = {}, checkpoint.metadata
-    found = {key.removeprefix(PREFIX): entry_of(key.removeprefix(PREFIX), texts[key]) for key in texts if _is_ours(key)}
+    entries = {}
+    ours = {key.removeprefix(PREFIX): text for key, text in checkpoint.metadata.items() if key.startswith(PREFIX)}
+    found = {name: entry_of(name, text) for name, text in ours.items()}
     rest = {name for name, entry in found.items() if entry.sources[0] not in checkpoint.tensors}
     stored = [name.removesuffix(end) for name in checkpoint.tensors for end in _ENDS if name.endswith(end)]
-    renamed = names_in_files(checkpoint.config, rest, stored) if rest else {}  # after the metadata was made
+    renamed = names_in_files(checkpoint.config, rest, stored)  # after the metadata was made
     for name, entry in found.items():
         if name in rest:
-            name, entry = _renamed(name, entry, renamed.get(name) or closest(name, stored) or name)
+            new = renamed.get(name) or closest(name, stored) or name
+            sources = tuple(new + source.removeprefix(name) for source in entry.sources)
+            name, entry = new, Entry(sources, entry.build)
         lacks = [source for source in entry.sources if source not in checkpoint.tensors]
         if lacks:
             raise ValueError(f"{checkpoint.path}, tensor {name}: the checkpoint lacks {', '.join(lacks)}")
@@ -126,14 +133,6 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
             "file without it; make the checkpoint again"
         )
     return with_others(checkpoint, entries)
-
-
-def _is_ours(key: str) -> bool:
-    return key.startswith(PREFIX)
-
-
-def _renamed(name: str, entry: Entry, new: str) -> tuple[str, Entry]:
-    return new, Entry(tuple(new + source.removeprefix(name) for source in entry.sources), entry.build)
 
 
 def closest(name: str, others: list[str]) -> str | None:
@@ -159,21 +158,18 @@ def _agree(a: list[str], b: list[str]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _config(written: Written) -> dict[str, Any]:
-    if not written.weights:
-        return {}
-    return {"config.json": {"quantization_config": {"quant_method": "mxtensor", "skip": written.others}}}
-
-
 NATIVE = Layout(
     "native",
     "this package",
     detect=lambda checkpoint: (
-        any(map(_is_ours, checkpoint.metadata)) or any(name.endswith(_ENDS) for name in checkpoint.tensors)
+        any(key.startswith(PREFIX) for key in checkpoint.metadata)
+        or any(name.endswith(_ENDS) for name in checkpoint.tensors)
     ),
     read=_read,
     write=stored_tensors,
-    config=_config,
+    config=lambda written: {
+        "config.json": {"quantization_config": {"quant_method": "mxtensor", "skip": written.others}}
+    },
     metadata=lambda name, t: header(name, t) if isinstance(t, MXTensor) else {},
     dims=(2, 3),
     embeddings=True,
@@ -181,6 +177,9 @@ NATIVE = Layout(
     one_file=True,
     operations=(*MERGES, *SPLITS),
     columnwise=True,
+    input_scales=True,
     any_name=True,
+    activation=lambda recipe, every: format_of_inputs(recipe),
+    own_dtypes=True,
     formats="all, in every orientation",
 )

@@ -19,8 +19,8 @@ from ..core.arguments import described
 from ..core.names import dtype_name
 from ..tensor.mxtensor import MXTensor
 from .layout import Layout
-from .source import Checkpoint, Entry, Stored, read_json
-from .torchao_tensors import CLASSES, tensor_of
+from .reading import Checkpoint, Entry, Stored, check_file, weight_map
+from .torchao import CLASSES
 
 ENDINGS = (".bin", ".pt", ".pth")
 INDEX = "pytorch_model.bin.index.json"
@@ -60,21 +60,26 @@ OBJECTS = (
 """Full names of classes in files of torchao 0.18."""
 
 
-def _stand_ins() -> list[Any]:
-    """(class, full name of a class of torchao)."""
-    pairs = [(base, name) for names, base in ((TENSORS, StandIn), (OBJECTS, Fields)) for name in names]
-    return [(type(name.rpartition(".")[2], (base,), {}), name) for base, name in pairs]
-
-
-STAND_INS = _stand_ins()
+STAND_INS: list[Any] = [
+    (type(name.rpartition(".")[2], (base,), {}), name)
+    for base, names in ((StandIn, TENSORS), (Fields, OBJECTS))
+    for name in names
+]
+"""(class, full name of a class of torchao)."""
 
 
 class PickledCheckpoint(Checkpoint):
     """Opened files of ``torch.save``. Their tensors are mapped into memory, and read when they are used."""
 
     state: dict[str, Any]
+    sizes: dict[Path, int]
+    """Bytes of the files when they were opened."""
 
     def tensor(self, name: str) -> Tensor:
+        """A tensor of the file. Raises ValueError for a file that is shorter now: using its pages would be SIGBUS."""
+        file = self.tensors[name].file
+        if file.stat().st_size < self.sizes[file]:
+            raise ValueError(f"{self.place(name)}: the file has changed since it was opened")
         return self.state[name]  # type: ignore[no-any-return]
 
 
@@ -88,29 +93,20 @@ def is_pickled(path: Path) -> bool:
 def open_pickled(path: Path) -> PickledCheckpoint:
     """Open a file, or a folder with ``pytorch_model.bin`` or its shards. Raises ValueError that names the file."""
     out = PickledCheckpoint(path)
-    out.config, out.state = out.json("config.json"), {}
-    for file in _files(path):
-        for name, t in _state_dict(file).items():
-            if name in out.tensors:
-                raise ValueError(f"tensor {name} is in two files: {out.tensors[name].file} and {file}")
+    out.state, out.sizes = {}, {}
+    files = [path] if path.is_file() else [path / "pytorch_model.bin"]
+    if (path / INDEX).is_file():
+        files = sorted({path / name for name in weight_map(path / INDEX).values()})
+    for file in files:
+        out.sizes[file] = file.stat().st_size
+        for name, t in state_dict_of(file).items():
+            out.add(name, Stored(file, dtype_name(t.dtype), tuple(t.shape)))
             out.state[name] = t
-            out.tensors[name] = Stored(file, dtype_name(t.dtype), tuple(t.shape))
     return out
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not (path / INDEX).is_file():
-        return [path / "pytorch_model.bin"]
-    found = read_json(path / INDEX).get("weight_map")
-    names = sorted(set(map(str, found.values()))) if isinstance(found, dict) else []
-    if not names or any(Path(name).name != name or not (path / name).is_file() for name in names):
-        raise ValueError(f"{path / INDEX} needs a weight_map of files in this folder, got {described(found)}")
-    return [path / name for name in names]
-
-
 def _load(file: Path) -> Any:
+    check_file(file)
     if not zipfile.is_zipfile(file):  # before torch 1.6; such a file cannot be mapped
         return torch.load(file, map_location="cpu", weights_only=True)
     with zipfile.ZipFile(file) as archive:
@@ -120,7 +116,7 @@ def _load(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _state_dict(file: Path) -> dict[str, Tensor]:
+def state_dict_of(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name. Raises ValueError for anything but a state dict."""
     try:
         with torch.serialization.safe_globals(STAND_INS), warnings.catch_warnings():
@@ -159,7 +155,7 @@ def _built(t: Tensor) -> Tensor:
     ):
         raise ValueError(f"torchao's {type(t).__name__} needs the tensors qdata and scale, got {sorted(present)}")
     attributes = {"dtype": t.dtype} | {name: value for name, value in vars(t).items() if name not in components}
-    return tensor_of(type(t).__name__, {name: value.clone() for name, value in present.items()}, attributes)
+    return CLASSES[type(t).__name__]({name: value.clone() for name, value in present.items()}, attributes)
 
 
 PICKLED = Layout(

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ..tensor.mxtensor import MXTensor
-from .layout import Layout, with_others
-from .source import Checkpoint, Entry
-
-
-def _detect(checkpoint: Checkpoint) -> bool:
-    return not checkpoint.method and "quantization" not in checkpoint.config
-
-
-def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
-    return with_others(checkpoint, {})
-
-
-def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    return {name: t.dequantize()}
-
+from .layout import Layout, format_of_inputs, with_others
 
 PLAIN = Layout(
     "plain",
     "transformers and others, without quantization",
-    detect=_detect,
-    read=_read,
-    write=_write,
+    detect=lambda checkpoint: not checkpoint.method and "quantization" not in checkpoint.config,
+    read=lambda checkpoint: with_others(checkpoint, {}),
+    write=lambda name, t: {name: t.dequantize()},
     one_file=True,
     embeddings=True,
     columnwise=True,
     any_name=True,
+    input_scales=True,  # values are not cast: nothing applies them
+    activation=lambda recipe, every: format_of_inputs(recipe),  # there is no quantized product
+    own_dtypes=True,
+    decodes=True,
     formats="none: values are dequantized",
     exact="the decoded values, rounded to the dtype of the tensor",
 )

@@ -5,7 +5,7 @@ The configuration names the element; the bytes that one scale covers have to agr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +13,18 @@ from torch import Tensor
 
 from ..core.arguments import described
 from ..tensor.mxtensor import MXTensor
-from .compressed_tensors import float8_weight
-from .layout import Layout, Written, columns_of_blocks, companions, joined, rowwise, weight, with_others
-from .source import Checkpoint, Entry
+from .layout import (
+    Layout,
+    Written,
+    columns_of_blocks,
+    companions,
+    float8_weight,
+    format_of_inputs,
+    rowwise,
+    weight,
+    with_others,
+)
+from .reading import Checkpoint, Entry
 
 NAME = "quark"
 FORMATS_BY_DTYPE = {
@@ -45,25 +54,22 @@ def _dtype_of(checkpoint: Checkpoint, module: str) -> str:
     return dtype
 
 
-def _codes(format: str, dtype: torch.dtype) -> Callable[..., Tensor]:
-    def build(data: Tensor, scale: Tensor) -> Tensor:
-        if data.dtype is not torch.uint8:
-            return float8_weight(data, scale, dtype)
-        return weight(data, scale, format, dtype)
-
-    return build
+def _codes(data: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> MXTensor:
+    if data.dtype is not torch.uint8:
+        return float8_weight(data, scale, dtype)
+    return weight(data, scale, format, dtype)
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {}
     for module, names in companions(checkpoint, "weight", ["weight_scale"]):
         format = FORMATS_BY_DTYPE[_dtype_of(checkpoint, module)]
-        entries[joined(module, "weight")] = Entry(names, _codes(format, checkpoint.dtype))
+        entries[names[0]] = Entry(names, partial(_codes, format=format, dtype=checkpoint.dtype))
     return with_others(checkpoint, entries, ("weight_scale",))
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    operand, _ = rowwise(name, t, NAME, DTYPES)
+    operand = rowwise(name, t, QUARK, DTYPES)
     return {name: operand.data, f"{name}_scale": operand.scale}
 
 
@@ -77,10 +83,7 @@ def _cast(format: str, dynamic: bool) -> dict[str, Any]:
 
 
 def _config(written: Written) -> dict[str, Any]:
-    kinds = {(r.stored.format.name, r.activation.format.name if r.activation else None)
-             for r in written.weights.values()}  # fmt: skip
-    if not kinds:
-        return {}
+    kinds = {(recipe.stored.format.name, format_of_inputs(recipe)) for recipe in written.weights.values()}
     if len(kinds) > 1:
         raise NotImplementedError(
             f"the layout quark is written with one format in a checkpoint, got {sorted(map(str, kinds))}: pass format="
@@ -105,5 +108,7 @@ QUARK = Layout(
     write=_write,
     whole=columns_of_blocks,
     config=_config,
+    activation=lambda recipe, every: found if (found := format_of_inputs(recipe)) in DTYPES else None,
+    scales=("weight_scale",),
     formats=", ".join(DTYPES),
 )

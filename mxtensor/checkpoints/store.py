@@ -1,4 +1,4 @@
-"""``load``, ``save`` and ``info`` of checkpoints in every layout.
+"""Every layout by name; ``load``, ``save`` and ``info`` of checkpoints in each.
 
 state = mx.checkpoints.load("model-NVFP4")  # MXTensors, without a detour
 mx.checkpoints.save(model, "out", layout="compressed-tensors")
@@ -7,31 +7,90 @@ mx.checkpoints.save(model, "out", layout="compressed-tensors")
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
+from ..core import names
 from ..core.arguments import check_plain, described
 from ..core.local import is_sharded
 from ..core.names import dtype_name
 from ..core.progress import with_progress
+from ..numerics.formats import FORMATS
 from ..tensor.huge_pages import use_huge_pages
 from ..tensor.mxtensor import MXTensor
+from ..training.prepared_linear import SCALE, has_static_inputs
 from ..training.training_weight import values_of
-from .known import Known
-from .layout import Layout, Written, check_shapes
-from .recipes import ends_in
-from .registry import get_layout, layout_of, opened
-from .sink import Sink, merged
-from .source import Checkpoint
-from .tied import LOOKUPS, tied_layers, usual_heads
-from .transformers_names import tied_keys
+from .compressed_tensors import COMPRESSED_TENSORS
+from .deepseek import DEEPSEEK
+from .gguf import GGUF, open_gguf
+from .global_scale import steps
+from .gpt_oss import GPT_OSS
+from .layout import Layout, Written, check_scales, check_shapes, is_float_code
+from .mlx import MLX
+from .modelopt import MODELOPT
+from .names import Known, stored_by_others, tied_layers, usual_heads
+from .native import NATIVE
+from .pickled import PICKLED, is_pickled, open_pickled
+from .plain import PLAIN
+from .quark import QUARK
+from .reading import DTYPES, Checkpoint, as_stored, named_dtype, open_checkpoint, read_json
+from .torchao import TORCHAO
+from .writing import Sink
 
-Item = TypeVar("Item")
 SHARD_BYTES = 1 << 29
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        GGUF, PICKLED, NATIVE, TORCHAO, COMPRESSED_TENSORS, GPT_OSS, MODELOPT, DEEPSEEK, QUARK, MLX, PLAIN,
+    )
+}  # fmt: skip
+"""Name -> layout, in the order in which they are asked whether a checkpoint is theirs."""
+
+
+def get_layout(name: str) -> Layout:
+    """The layout called ``name``; case, hyphens and underscores do not matter. Raises ValueError for an unknown one."""
+    found = names.find(name, LAYOUTS) if isinstance(name, str) else None
+    if found is None:
+        choices = names.choices("layouts", name if isinstance(name, str) else "", LAYOUTS)
+        if name == "safetensors":
+            choices = f"the file is one of safetensors in most of them, such as 'native'; {choices}"
+        elif isinstance(name, str) and names.find(name, [*FORMATS, *FORMATS.aliases]):
+            choices = f"it is a format: pass format={name!r} to convert, or quantize_ the model before save; {choices}"
+        raise ValueError(f"unknown layout {described(name)}; {choices}")
+    return LAYOUTS[found]
+
+
+def layout_of(checkpoint: Checkpoint) -> Layout:
+    """The layout of an opened checkpoint. Raises NotImplementedError for one that no row knows."""
+    for layout in LAYOUTS.values():
+        if layout.detect(checkpoint):
+            return layout
+    raise NotImplementedError(
+        f"{checkpoint.path} has the quant_method {described(checkpoint.method)}, which no layout reads; the layouts "
+        f"are {', '.join(LAYOUTS)}"
+    )
+
+
+def opened(path: str | Path) -> Checkpoint:
+    """Open a folder or a file. Raises FileNotFoundError or ValueError with the reason."""
+    path = Path(path)
+    if path.is_dir() and not any(path.glob("*.safetensors*")):
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return open_gguf(files[0])
+        if files:
+            raise ValueError(f"{path} has {len(files)} GGUF files; pass one of them: {files[0].name} ...")
+        if is_pickled(path):
+            return open_pickled(path)
+    if path.is_file() and is_pickled(path):
+        return open_pickled(path)
+    return open_gguf(path) if path.is_file() and path.suffix == ".gguf" else open_checkpoint(path)
 
 
 def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
@@ -70,37 +129,68 @@ def save(
         config = of_model.to_diff_dict() if hasattr(of_model, "to_diff_dict") else {}
         if config and hasattr(model, "dtype"):  # as save_pretrained does
             config["dtype"] = str(model.dtype).removeprefix("torch.")
-        state: Mapping[str, Any] = {k: v for k, v in model.state_dict().items() if k not in tied_keys(model)}
+        shared = stored_by_others(model)
+        state: Mapping[str, Any] = {k: v for k, v in model.state_dict().items() if k not in shared}
     elif isinstance(model, Mapping):
         state = model
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
-    _check_whole(state)
+    _check_state(state, chosen)
     written = Written(config, Known(model if isinstance(model, nn.Module) else None))
-    shapes = {k: (v.shape, v.format) for k, v in state.items() if isinstance(v, MXTensor) and v.rowwise is not None}
-    check_shapes("save", chosen, shapes, "leave {} in high precision (filter_fn of quantize_)")
     with sink_of(chosen, path, max_shard_bytes, overwrite, None) as sink:
         for name, value in state.items():
-            if not isinstance(name, str) or not isinstance(value, Tensor):
-                raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
             store_tensor(sink, chosen, written, name, values_of(value))
         sink.finish(merged(config, config_files(chosen, written), None))
+    _warn_of_casts(chosen, written)
 
 
-def _check_whole(state: Mapping[str, Any]) -> None:
-    """Raise NotImplementedError for a tensor of which each rank has a part."""
+def _check_state(state: Mapping[str, Any], layout: Layout) -> None:
+    """Raise TypeError for what is no tensor with a name, and NotImplementedError for a tensor of which each rank has a
+    part, static scales of inputs that readers of the layout would not apply, codes without their scales, and parts of
+    blocks."""
     for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise TypeError(f"save: a state dict holds tensors by name, got {described(value)} for {name!r:.80}")
         if is_sharded(value):
+            sharded: Any = value
             raise NotImplementedError(
-                f"save: {name} is sharded, {tuple(value.shape)} as {value.placements}: no rank has all of it; on every "
-                "rank call torch's get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load "
-                "the result into a model of one process, and save that"
+                f"save: {name} is sharded, {tuple(value.shape)} as {sharded.placements}: no rank has all of it; on "
+                "every rank call torch's get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
+                "load the result into a model of one process, and save that"
             )
+    weights = {name: state.get(f"{name.removesuffix(SCALE)}weight") for name in state if name.endswith(f".{SCALE}")}
+    static = [name for name, w in weights.items() if isinstance(w, MXTensor) and has_static_inputs(w.recipe)]
+    if static and not layout.input_scales:
+        fit = ", ".join(one.name for one in LAYOUTS.values() if one.input_scales)
+        raise NotImplementedError(
+            f"save: {static[0]} and {len(static) - 1} others are static scales of inputs, for which the layout "
+            f"{layout.name} has no place; use one of the layouts {fit}, or quantize the model without step="
+        )
+    plain = {k: (dtype_name(v.dtype), v.shape) for k, v in state.items() if not isinstance(v, MXTensor)}
+    check_scales(layout.name, plain, (), (), lambda name: f"save: {name}")
+    shapes = {k: (v.shape, v.format) for k, v in state.items() if isinstance(v, MXTensor) and v.rowwise is not None}
+    check_shapes("save", layout, shapes, "leave {} in high precision (filter_fn of quantize_)")
 
 
-def with_bar(items: Iterable[Item], description: str, count: int, shown: bool) -> Iterable[Item]:
-    """``items`` with a progress bar, if there are more than a few."""
-    return with_progress(items, description, "tensor", count) if shown and count > 100 else items
+def _warn_of_casts(layout: Layout, written: Written) -> None:
+    """Warn of weights whose activations readers of the layout cast otherwise than the model."""
+    uncast, cast = written.other_casts(layout.activation)
+    if uncast:
+        warnings.warn(
+            f"save: the layout {layout.name} does not store how activations are cast, of {len(uncast)} weights, such "
+            f"as {uncast[0]}: its readers multiply them with activations in high precision (weight-only). The layout "
+            "native stores it",
+            UserWarning,
+            stacklevel=3,
+        )
+    if cast:
+        name, format = next(iter(cast.items()))
+        warnings.warn(
+            f"save: readers of the layout {layout.name} cast the activations of {len(cast)} weights, such as {name}, "
+            f"to {format}, unlike this model. The layout native stores how they are cast",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def sink_of(layout: Layout, path: str | Path, shard_bytes: int, overwrite: bool, source: Checkpoint | None) -> Any:
@@ -137,12 +227,11 @@ def check_destination(path: str | Path, layout: str, overwrite: bool) -> None:
 
 def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: Tensor) -> None:
     """Add a tensor to a checkpoint as the layout stores it."""
-    write: Callable[[str, MXTensor], dict[str, Tensor]] = layout.write  # type: ignore[assignment]
+    assert layout.write is not None
     if isinstance(value, MXTensor) and not value.numel() and not layout.empty:
         value = value.dequantize()
     if isinstance(value, MXTensor):
-        lookup = written.known.is_lookup(name) or ends_in(name.removesuffix(".weight"), LOOKUPS)
-        if not layout.embeddings and lookup:
+        if not layout.embeddings and written.known.is_lookup(name):
             raise NotImplementedError(
                 f"{name} is a quantized embedding, which no reader of the layout {layout.name} decodes; use the layout "
                 "native, or leave embeddings in high precision (include_head=False)"
@@ -157,27 +246,57 @@ def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: 
                 f"{name} is one expert of many, which readers of the layout {layout.name} stack before they decode; "
                 "use the layout compressed-tensors or native"
             )
-        stored, written.weights[name] = write(name, value), value.recipe
+        stored, written.weights[name] = layout.write(name, value), value.recipe
         written.values[value.dtype] += value.numel()
+        written.dtypes[name] = value.dtype
+        written.stepped += [name] if layout.combine is not None and steps(value, layout.combine) else []
     else:
         check_plain(f"save: {name}", value)
+        if layout.scales and is_float_code(dtype_name(value.dtype), value.shape):
+            raise NotImplementedError(
+                f"{name} is {dtype_name(value.dtype)} without scales, which readers of the layout {layout.name} take "
+                "for codes whose scale is lost; store it in bfloat16, or use the layout native"
+            )
         stored = {name: value.detach()}
-        written.note_plain(name, value)
-    names = [name, *(written.known.loaded(name).parameters if layout.parameter_names else ())]
-    sink.add(
-        stored, {k: v for other in names for k, v in layout.metadata(other, value).items()} if layout.metadata else {}
-    )
+        module, _, leaf = name.rpartition(".")
+        if leaf == "input_scale":
+            written.static.add(module)
+        if value.is_floating_point() and value.dim() == 2 and name.endswith(".weight"):
+            written.others.append(name)
+        elif value.is_floating_point() and value.dim() == 3 and written.orientation(name, value.shape) is not None:
+            written.stacks.append(name)
+    parameters = written.known.names_of(name) if layout.parameter_names else (name,)
+    metadata = layout.metadata or (lambda name, value: {})
+    sink.add(stored, {k: v for other in parameters for k, v in metadata(other, value).items()})
 
 
 def config_files(layout: Layout, written: Written) -> dict[str, Any]:
-    """The JSON files of the layout."""
+    """The JSON files of the layout to write beside the ``config.json`` of the model: with its dtype, which most layouts
+    store with no tensor."""
     model = written.known.model
     if model is not None:
-        parameters = (p for name in written.weights for p in (name, *written.known.loaded(name).parameters))
-        written.others += tied_layers(model, set(parameters))
+        written.others += tied_layers(model, {p for name in written.weights for p in written.known.names_of(name)})
     else:
         written.others += usual_heads(written.config, written.weights, written.others)
-    return layout.files(written, written.config)
+    files = layout.config(written) if layout.config is not None and written.weights else {}
+    if "config.json" in files and named_dtype(written.config) is None:
+        files["config.json"]["dtype"] = dtype_name(written.values.most_common(1)[0][0])  # of most values
+    return files
+
+
+def merged(base: Mapping[str, Any], files: Mapping[str, Any], source: Path | None) -> dict[str, Any]:
+    """The JSON files to write: those of a layout, merged into those of the source; ``base`` is its config.json.
+
+    What describes the quantization of the source is dropped.
+    """
+    config = {k: v for k, v in base.items() if k not in ("quantization_config", "compression_config", "quantization")}
+    out: dict[str, Any] = {"config.json": config} if config else {}
+    for name, content in files.items():
+        before = out.get(name)
+        if before is None and source is not None and source.is_dir() and (source / name).is_file():
+            before = read_json(source / name)
+        out[name] = {**(before or {}), **content}
+    return out
 
 
 @dataclass(frozen=True)
@@ -211,20 +330,22 @@ class Info:
 def info(path: str | Path, progress: bool = False) -> Info:
     """The layout of a checkpoint, and the format, shape and bytes of each tensor. Tensors are read one by one."""
     with opened(path) as checkpoint:
-        layout, checkpoint.maps = layout_of(checkpoint), True
-        return Info(checkpoint.path, layout.name, tuple(_rows(checkpoint, layout, progress)))
+        layout, checkpoint.streams = layout_of(checkpoint), True
+        entries = layout.entries(checkpoint)
+        items, rows = entries.items(), []
+        for name, entry in with_progress(items, "reading", "tensor", len(entries)) if progress else items:
+            stored = checkpoint.tensors[entry.sources[0]]
+            if entry.encoded is not None:
+                rows.append(Row(name, stored.dtype, stored.shape, stored.nbytes))
+            elif entry.build is as_stored and stored.dtype in DTYPES:  # its header says all
+                rows.append(Row(name, dtype_name(DTYPES[stored.dtype]), stored.shape, stored.nbytes))
+            else:
+                value = checkpoint.load(name, entry)
+                rows.append(Row(name, format_name(value), tuple(value.shape), value.nbytes))
+                del value  # so that the next tensor gets its memory
+        return Info(checkpoint.path, layout.name, tuple(rows))
 
 
 def format_name(t: Tensor) -> str:
     """The name of the format, or of the dtype of plain values."""
     return t.format.name if isinstance(t, MXTensor) else dtype_name(t.dtype)
-
-
-def _rows(checkpoint: Checkpoint, layout: Layout, progress: bool) -> Iterator[Row]:
-    entries = layout.entries(checkpoint)
-    for name, entry in with_bar(entries.items(), "reading", len(entries), progress):
-        if entry.encoded is not None:
-            yield Row(name, entry.encoded.kind, entry.encoded.shape, entry.encoded.nbytes)
-            continue
-        value = checkpoint.load(name, entry)
-        yield Row(name, format_name(value), tuple(value.shape), value.nbytes)

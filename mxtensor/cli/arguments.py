@@ -12,10 +12,10 @@ import torch
 
 from ..calibration.planner import FORMATS
 from ..checkpoints import store
-from ..checkpoints.registry import LAYOUTS, get_layout
+from ..checkpoints.store import LAYOUTS, get_layout
 from ..convert.configs import recipe_of
 from ..report.quality import WINDOW
-from ..report.tune_model import TUNED_ROWS
+from ..report.tune import TUNED_ROWS
 
 _WRITABLE = tuple(name for name, layout in LAYOUTS.items() if layout.write is not None)
 DEVICES = ("cpu", "cuda")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from ..checkpoints import convert as convert_checkpoint
 from ..checkpoints import store
 from ..checkpoints.destination import check_separate
 from ..checkpoints.gguf import GGUF
-from ..checkpoints.registry import layout_of, opened
-from ..checkpoints.source import Encoded
+from ..checkpoints.reading import Stored
+from ..checkpoints.store import layout_of, opened
+from ..convert.format_plan import Plan
 from ..core.shapes import readable_size
 from ..report.model_report import sqnr_db
 from ..tensor.mxtensor import MXTensor
-from .gguf_models import gguf_file, stored_size, without_gguf
-from .output import columns, progress, show
-from .plan import read_plan
+from .models import Decoded, gguf_file, stored_size, without_gguf
+from .output import columns, note, progress, show, visible
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -32,11 +32,11 @@ def convert(arguments: argparse.Namespace) -> int:
     check_separate(arguments.output, arguments.source)  # of a GGUF file, convert sees a temporary folder
     store.check_destination(arguments.output, arguments.layout, arguments.overwrite)  # loading takes longer
     with ExitStack() as stack:
-        source: str | Path = arguments.source
+        source = Decoded(arguments.source, {})
         if arguments.layout != GGUF.name:  # a GGUF file has llama.cpp's names, whatever it is made from
-            source = stack.enter_context(without_gguf(source, arguments.output, plan is None))
+            source = stack.enter_context(without_gguf(arguments.source, arguments.output, plan is None))
         report = convert_checkpoint(
-            source,
+            source.path,
             arguments.output,
             layout=arguments.layout,
             format=arguments.format if plan is None else plan,
@@ -45,14 +45,28 @@ def convert(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
             include_head=getattr(arguments, "include_head", False),
         )
+    report.add_rounding(source.rounded)
     before, after = _size(arguments.source), _size(arguments.output)
     fields = {
         "source": report.source, "layout": report.layout, "errors": report.errors, "exact": report.exact,
-        "dropped": report.dropped, "stacks": report.stacks, "misread": report.misread,
+        "stepped": report.stepped, "dropped": report.dropped, "uncast": report.uncast, "cast": report.cast,
+        "retyped": report.retyped, "stacks": report.stacks, "misread": report.misread, "left": report.left,
         "not_finite": report.not_finite, "bytes_before": before, "bytes_after": after,
     }  # fmt: skip
-    text = f"{report}\nwrote {arguments.output}: {readable_size(after)}, before {readable_size(before)}"
-    return show(arguments, text, fields)
+    lines = [str(report), *_rounding(arguments.source, source.rounded)]
+    lines.append(f"wrote {arguments.output}: {readable_size(after)}, before {readable_size(before)}")
+    return show(arguments, "\n".join(lines), fields)
+
+
+def _rounding(path: str, rounded: Mapping[str, float]) -> list[str]:
+    """The line about tensors of a GGUF file that bfloat16 does not hold."""
+    if not rounded:
+        return []
+    worst = max(rounded, key=lambda name: rounded[name])
+    return [
+        f"{Path(path).name} was decoded to bfloat16, which rounds the values of {len(rounded)} tensors (relative error "
+        f"up to {rounded[worst]:.3g}: {visible(worst)})"
+    ]
 
 
 def _size(path: str) -> int:
@@ -60,6 +74,17 @@ def _size(path: str) -> int:
     with opened(path) as checkpoint:
         files = {stored.file for stored in checkpoint.tensors.values()}
     return sum(file.stat().st_size for file in files)
+
+
+def read_plan(path: str) -> Plan:
+    """The plan in a file; a note of what it plans."""
+    if not Path(path).is_file():
+        what = "is a folder" if Path(path).is_dir() else "does not exist"
+        what = "is a pipe or a device" if Path(path).exists() and not Path(path).is_dir() else what
+        raise FileNotFoundError(f"--plan: {path} {what}; pass a file that `mxtensor plan` has written")
+    found = Plan.load(path)
+    note(f"{path}: {found.bits:.3g} bits per value over {len(found.weights)} weights")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- inspect
@@ -93,20 +118,15 @@ def inspect(arguments: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------------------------------- compare
 
 
-def _values(t: Tensor) -> Tensor:
-    """The values as real numbers."""
-    t = t.dequantize(torch.float32) if isinstance(t, MXTensor) else t
-    return torch.view_as_real(t) if t.is_complex() else t
-
-
-def compared(a: Tensor, b: Tensor, encoded: Encoded | None = None) -> dict[str, Any]:
+def compared(a: Tensor, b: Tensor, encoded: Stored | None = None) -> dict[str, Any]:
     """SQNR in dB, largest difference, whether all values are equal, and the format and bits of a value of ``b``.
 
     ``encoded``: how ``b`` is stored, if it was decoded to be read.
     """
     if a.is_complex() != b.is_complex():
         a, b = a.to(torch.complex128), b.to(torch.complex128)
-    true, other = _values(a).double(), _values(b).double()
+    plain = [t.dequantize(torch.float32) if isinstance(t, MXTensor) else t for t in (a, b)]
+    true, other = ((torch.view_as_real(t) if t.is_complex() else t).double() for t in plain)
     same = (true == other) | (true.isnan() & other.isnan())
     errors = (other - true).abs().masked_fill(same, 0.0)
     return {
@@ -114,7 +134,7 @@ def compared(a: Tensor, b: Tensor, encoded: Encoded | None = None) -> dict[str, 
         "equal": bool(same.all()),
         "max_error": float(errors.max()) if errors.numel() else 0.0,
         "bits": 8 * (b.nbytes if encoded is None else encoded.nbytes) / max(b.numel(), 1),
-        "format": store.format_name(b) if encoded is None else encoded.kind,
+        "format": store.format_name(b) if encoded is None else encoded.dtype,
     }
 
 
@@ -124,23 +144,27 @@ Rows = dict[str, dict[str, Any]]
 
 def compare(arguments: argparse.Namespace) -> int:
     """``compare``. Tensors are read one pair at a time."""
-    rows, missing, bits = _compared_checkpoints(arguments.a, arguments.b)
+    rows, missing, bits, rounded = _compared_checkpoints(arguments.a, arguments.b)
     ordered = dict(sorted(rows.items(), key=lambda item: _quality(item[1])))
     changed = [name for name, row in ordered.items() if not row["equal"]]
     worst = next(iter(changed), None)
-    fields = {"tensors": rows, "only_in_one": missing, "equal": len(rows) - len(changed), "bits": bits, "lowest": worst}
-    return show(arguments, _comparison(ordered, changed, missing, bits, arguments.all), fields)
+    fields = {"tensors": rows, "only_in_one": missing, "equal": len(rows) - len(changed), "bits": bits, "lowest": worst,
+              "rounded": {path: errors for path, errors in rounded.items() if errors}}  # fmt: skip
+    lines = [line for path, errors in rounded.items() for line in _rounding(path, errors)]
+    return show(arguments, "\n".join([_comparison(ordered, changed, missing, bits, arguments.all), *lines]), fields)
 
 
-def _compared_checkpoints(of_a: str, of_b: str) -> tuple[Rows, list[str], float]:
-    """The rows of all tensors that both checkpoints have, the names of those that one has, bits per value of B."""
+def _compared_checkpoints(of_a: str, of_b: str) -> tuple[Rows, list[str], float, dict[str, dict[str, float]]]:
+    """The rows of all tensors that both checkpoints have, the names of those that one has, bits per value of B, and
+    what is rounded to bfloat16 before: path -> tensor -> relative error."""
     rows: Rows = {}
-    paths, values, size = [Path(of_a), Path(of_b)], 0, 0
+    paths, rounded, values, size = [Path(of_a), Path(of_b)], {}, 0, 0
     with ExitStack() as stack:
         if (gguf_file(paths[0]) is None) != (gguf_file(paths[1]) is None):
-            paths = [stack.enter_context(without_gguf(path, keeps_codes=False)) for path in paths]
+            decoded = [stack.enter_context(without_gguf(path, keeps_codes=False)) for path in paths]
+            paths, rounded = [one.path for one in decoded], {of_a: decoded[0].rounded, of_b: decoded[1].rounded}
         a, b = (stack.enter_context(opened(path)) for path in paths)
-        mine, theirs = layout_of(a).read(a), layout_of(b).read(b)
+        mine, theirs = layout_of(a).entries(a), layout_of(b).entries(b)
         common, missing = [name for name in mine if name in theirs], sorted(mine.keys() ^ theirs.keys())
         if not common:
             raise ValueError(
@@ -156,7 +180,7 @@ def _compared_checkpoints(of_a: str, of_b: str) -> tuple[Rows, list[str], float]
             values, size = values + y.numel(), size + rows[name]["bits"] * y.numel() / 8
             step()
     stored = stored_size(of_b) if paths[1] != Path(of_b) else None  # decoded to bfloat16 for this
-    return rows, missing, 8 * size / max(values, 1) if stored is None else stored[0]
+    return rows, missing, 8 * size / max(values, 1) if stored is None else stored[0], rounded
 
 
 def _comparison(rows: Rows, changed: list[str], missing: list[str], bits: float, every: bool) -> str:
@@ -168,7 +192,7 @@ def _comparison(rows: Rows, changed: list[str], missing: list[str], bits: float,
         (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}")
         for name, row in rows.items()
     ]
-    missed = [f"only in one of them: {name}" for name in missing]
+    missed = [f"only in one of them: {visible(name)}" for name in missing]
     shown = len(rows) + len(missing) if every else SHOWN
     table = columns(("tensor", "format of B", "SQNR dB", "max error", "bits"), lines[:shown])
     return "\n".join([text, *missed[:shown], *_more(missed[shown:]), "", table, *_more(lines[shown:])])

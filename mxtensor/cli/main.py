@@ -7,19 +7,32 @@ interrupt, 143 for SIGTERM, 129 for SIGHUP. An error is one line on standard err
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from ..checkpoints.gguf_reader import headers_cached
+from ..checkpoints.gguf import headers_cached
 from ..core.progress import progress_bars
-from . import doctor, files, measure, plan, tune
+from . import files, machine, measure
 from .arguments import ARGUMENTS
-from .output import FAILED, INTERRUPTED, WRONG, any_letters, is_terminal, message_of, note, warnings_as_notes
-from .quiet import quiet_imports
-from .signals import ended_by_signals
-from .spelling import in_options
+from .output import (
+    FAILED,
+    INTERRUPTED,
+    WRONG,
+    any_letters,
+    in_options,
+    is_terminal,
+    message_of,
+    note,
+    quiet_imports,
+    visible,
+    warnings_as_notes,
+)
 
 NAMES = {"count": "--tokens"}
 """Arguments of functions that an option of the command has another name for."""
@@ -52,7 +65,7 @@ COMMANDS = {
         (*_WRITING, "format", "plan", "head"),
     ),
     "plan": Command(
-        plan.make_plan,
+        measure.make_plan,
         "choose a format for each weight of a language model under a budget of bits, by errors measured on a text",
         (
             "mxtensor plan ./SmolLM2 --text book.txt --tokens 8192 --bits 5.0 -o plan.json",
@@ -101,7 +114,7 @@ COMMANDS = {
         ("model", "reference", "formats", "skip", "text", "inputs", "page", *_READING),
     ),
     "tune": Command(
-        tune.tune,
+        machine.tune,
         "measure which kernels are the fastest for the layers of a checkpoint on this GPU, and store the result",
         (
             "mxtensor tune ./SmolLM2-mxfp8",
@@ -110,7 +123,7 @@ COMMANDS = {
         ("path", "format", "rows", "seconds", "cuda", "dry", "json"),
     ),
     "doctor": Command(
-        doctor.doctor,
+        machine.doctor,
         "show versions, devices, the cache and the kernels that run here, each tested with a product",
         ("mxtensor doctor", "mxtensor doctor --json"),
         ("json",),
@@ -122,24 +135,21 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(WRONG, f"{self.prog}: error: {' '.join(message.split())}; see {self.prog} --help\n")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("mxtensor")
-    except metadata.PackageNotFoundError:  # run from a clone
-        return "that is not installed"
+        self.exit(WRONG, f"{self.prog}: error: {visible(' '.join(message.split()))}; see {self.prog} --help\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
+    try:
+        version = metadata.version("mxtensor")
+    except metadata.PackageNotFoundError:  # run from a clone
+        version = "that is not installed"
     top = Parser(
         prog="mxtensor",
         description="Checkpoints and language models in OCP MX, NVFP4 and float8.",
         epilog="mxtensor COMMAND --help shows the arguments of a command, and examples.",
     )
-    top.add_argument("--version", action="version", version=f"mxtensor {_version()}")
+    top.add_argument("--version", action="version", version=f"mxtensor {version}")
     subparsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, command in COMMANDS.items():
         examples = "\n".join(f"  {example}" for example in command.examples)
@@ -184,23 +194,70 @@ def _options(command: str) -> dict[str, str]:
     return found | {name: option for name, option in NAMES.items() if option in found.values()}
 
 
+ENDING = {
+    getattr(signal, name): default
+    for name, default in (
+        ("SIGTERM", signal.SIG_DFL), ("SIGHUP", signal.SIG_DFL), ("SIGINT", signal.default_int_handler),
+    )
+    if hasattr(signal, name)
+}  # fmt: skip
+"""Signal -> its handler if nobody has set one."""
+GRACE = 10.0
+"""Seconds for removing what was being written: another signal would interrupt that."""
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit and SIGINT KeyboardInterrupt, so that temporary folders are removed; once in
+    GRACE seconds. A signal that is ignored, as by `nohup`, stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    taken = {number: default for number, default in ENDING.items() if signal.getsignal(number) is default}
+    since: float | None = None
+
+    def end(number: int, frame: Any) -> None:
+        nonlocal since
+        now = time.monotonic()
+        if since is not None and now - since < GRACE:
+            return
+        since = now
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, before in taken.items():
+            signal.signal(number, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (None: those of the process) and return the exit code."""
-    top = parser()
-    chosen, unknown = top.parse_known_args(arguments)
-    wrong = f"unrecognized arguments: {' '.join(unknown)}" if unknown else _usage_of(chosen)
-    if wrong is not None:
-        Parser(prog=f"{top.prog} {chosen.command}").error(wrong)
+    with any_letters():
+        top = parser()
+        chosen, unknown = top.parse_known_args(arguments)
+        wrong = f"unrecognized arguments: {' '.join(unknown)}" if unknown else _usage_of(chosen)
+        if wrong is not None:
+            Parser(prog=f"{top.prog} {chosen.command}").error(wrong)
+        return _done(chosen)
+
+
+def _done(chosen: argparse.Namespace) -> int:
+    """Run a subcommand and return the exit code."""
     options = _options(chosen.command)
     quiet_imports()
     try:
-        with (
-            any_letters(), ended_by_signals(), headers_cached(), progress_bars(is_terminal()),
-            warnings_as_notes(options),
-        ):  # fmt: skip
+        with ended_by_signals(), headers_cached(), progress_bars(is_terminal()), warnings_as_notes(options):
             return int(chosen.run(chosen))
     except BrokenPipeError:  # what reads the output, such as head, has enough
         sys.stdout = None  # nothing to flush at the end
+        return FAILED
+    except MemoryError as error:
+        note(f"error: there is not enough memory; {message_of(error)}".removesuffix("; "))
         return FAILED
     except EXPECTED as error:
         note(f"error: {in_options(message_of(error), options)}")

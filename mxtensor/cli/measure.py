@@ -1,4 +1,4 @@
-"""eval and report: commands that run a language model on a text."""
+"""eval, report and plan: commands that run a language model on a text."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import argparse
 import copy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.registry import opened
+from ..calibration.planner import FORMATS, plan
+from ..checkpoints.store import opened
+from ..convert.configs import recipe_of
 from ..convert.model_size import model_size
 from ..convert.quantize import quantize_
-from ..convert.weights import FilterFn
-from ..report.model_report import layer_errors
-from ..report.output_errors import output_errors
+from ..report.model_report import layer_errors, output_errors
 from ..report.page import Measured, page, summary
 from ..report.quality import Quality, evaluate
 from ..tensor.mxtensor import MXTensor
-from .gguf_models import gguf_file, stored_size
-from .models import filter_without, load_model, load_tokenizer, read_text, text_rows
+from .models import filter_without, gguf_file, load_model, load_tokenizer, read_text, stored_size, text_rows
 from .output import check_page, columns, one_line, progress, show
 
 
@@ -52,65 +51,44 @@ def rows_of(arguments: argparse.Namespace, text: str, tokenizer: Any, model: Any
 # ---------------------------------------------------------------------------------------------- eval
 
 
-def _reference(path: str, device: str) -> tuple[Any, Any]:
-    """The model to compare with, whose values are in high precision also where a GGUF file has codes."""
-    return load_model(path, device, keeps_codes=False)
-
-
 def eval_model(arguments: argparse.Namespace) -> int:
     """``eval``."""
     check_device(arguments.device)
     text = read_text(arguments.text)  # before the model, which takes longer
     model, tokenizer = load_model(arguments.path, arguments.device, arguments.format, arguments.skip)
     rows = rows_of(arguments, text, tokenizer, model)
-    reference = None if arguments.reference is None else _reference(arguments.reference, arguments.device)[0]
+    reference = None
+    if arguments.reference is not None:  # in high precision also where a GGUF file has codes
+        reference = load_model(arguments.reference, arguments.device, keeps_codes=False)[0]
     with progress(len(rows), "evaluating", "window") as step:
         found = evaluate(model, rows, reference, step)
-    size = _size(arguments.path, model, arguments.format)
+    bits, nbytes = _size(arguments.path, model, arguments.format)
     fields: dict[str, Any] = {
-        "model": arguments.path, "bits": size.bits, "bytes": size.nbytes, "tokens": found.tokens,
+        "model": arguments.path, "bits": bits, "bytes": nbytes, "tokens": found.tokens,
         "window": arguments.window, "perplexity": found.perplexity,
     }  # fmt: skip
     header = ["model", "bits per value", "MB", "tokens", "perplexity"]
-    lines = [[*_stored(arguments.path, size), f"{found.tokens}", f"{found.perplexity:.2f}"]]
+    lines = [[arguments.path, f"{bits:.2f}", f"{nbytes / 1e6:.1f}", f"{found.tokens}", f"{found.perplexity:.2f}"]]
     if reference is not None:
         fields |= {"reference": arguments.reference, "reference_perplexity": found.reference_perplexity,
                    "kl": found.kl, "kl_error": found.kl_error, "same_token": found.same_token}  # fmt: skip
         header += ["KL", "+-", "same token"]
         lines[0] += [f"{found.kl:.4f}", f"{found.kl_error:.4f}", f"{found.same_token:.1%}"]
-        before = [*_stored(arguments.reference, _size(arguments.reference, reference)), f"{found.tokens}"]
+        bits, nbytes = _size(arguments.reference, reference)
+        before = [arguments.reference, f"{bits:.2f}", f"{nbytes / 1e6:.1f}", f"{found.tokens}"]
         lines.append([*before, f"{found.reference_perplexity:.2f}", "", "", ""])
     return show(arguments, columns(header, lines), fields)
 
 
-class Size(NamedTuple):
-    """Of the weights, scales included."""
-
-    bits: float
-    """A value."""
-    nbytes: int
-
-
-def _size(path: str, model: nn.Module, format: str | None = None) -> Size:
-    """The size of the model; that of the file for a GGUF file, whose values are decoded to run them."""
+def _size(path: str, model: nn.Module, format: str | None = None) -> tuple[float, int]:
+    """Bits a value and bytes of the weights, scales included; those of the file for a GGUF file, whose values are
+    decoded to run them."""
     stored = None if format is not None else stored_size(path)
-    if stored is not None:
-        return Size(*stored)
     size = model_size(model)
-    return Size(size.bits, size.nbytes)
-
-
-def _stored(path: str, size: Size) -> list[str]:
-    return [path, f"{size.bits:.2f}", f"{size.nbytes / 1e6:.1f}"]
+    return (size.bits, size.nbytes) if stored is None else stored
 
 
 # ---------------------------------------------------------------------------------------------- report
-
-
-def _quantized(model: nn.Module, format: str, filter_fn: FilterFn | None) -> Any:
-    """A quantized copy, which shares the memory of what stays in high precision."""
-    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    return quantize_(copied, format, filter_fn)
 
 
 def _inputs(arguments: argparse.Namespace, rows: Tensor | None) -> list[dict[str, Any]]:
@@ -158,7 +136,7 @@ def report(arguments: argparse.Namespace) -> int:
     check_page(arguments.output)
     text = None if arguments.text is None else read_text(arguments.text)
     before = arguments.path if arguments.reference is None else arguments.reference
-    reference, tokenizer = _reference(before, arguments.device)
+    reference, tokenizer = load_model(before, arguments.device, keeps_codes=False)
     labels = arguments.formats or [arguments.path]
     chosen = filter_without("report", reference, arguments.skip)
     rows = None if text is None else rows_of(arguments, text, tokenizer, reference)
@@ -166,32 +144,68 @@ def report(arguments: argparse.Namespace) -> int:
     steps = 1 + len(inputs) + (0 if rows is None else len(rows))
     with progress(len(labels) * steps, "measuring", "step") as step:
         for label in labels:
-            small = (
-                _quantized(reference, label, chosen)
-                if arguments.formats
-                else load_model(arguments.path, arguments.device)[0]
-            )
-            size = _size(arguments.path, small, label if arguments.formats else None)
+            if arguments.formats:  # a copy, which shares the memory of what stays in high precision
+                small = copy.deepcopy(reference, {id(parameter): parameter for parameter in reference.parameters()})
+                quantize_(small, label, chosen)
+            else:
+                small = load_model(arguments.path, arguments.device)[0]
+            bits, nbytes = _size(arguments.path, small, label if arguments.formats else None)
             _check_quantized(arguments, small)
             outputs = _outputs(arguments, small, reference, inputs, step)
             found = None if rows is None else evaluate(small, rows, reference, step)
             errors = layer_errors(small, reference)
-            models.append(Measured(label, size.bits, size.nbytes, errors, outputs, found))
+            models.append(Measured(label, bits, nbytes, errors, outputs, found))
             step()
-    size, found = _size(before, reference), models[0].quality
+    (bits, nbytes), found = _size(before, reference), models[0].quality
     if found is not None and found.reference_perplexity is not None:
         found = Quality(found.reference_perplexity, 0.0, 0.0, 1.0, found.tokens)
-    models.insert(0, Measured(before, size.bits, size.nbytes, [], [], found))
-    about = {"model before": before, "sample": _sample(arguments, rows)}
+    models.insert(0, Measured(before, bits, nbytes, [], [], found))
+    sample = "none: the outputs of layers were not measured; pass --text or --inputs"
+    if rows is not None:
+        sample = f"{rows.numel()} tokens of {arguments.text} in windows of {arguments.window}"
+    elif arguments.inputs is not None:
+        sample = f"the tensors of {arguments.inputs}"
+    about = {"model before": before, "sample": sample}
     html = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
     arguments.output.write_text(html, encoding="utf-8")
     fields = {"page": str(arguments.output), "models": [asdict(m) for m in models], **about}
     return show(arguments, f"{columns(*summary(models))}\nwrote {arguments.output}", fields)
 
 
-def _sample(arguments: argparse.Namespace, rows: Tensor | None) -> str:
-    if rows is not None:
-        return f"{rows.numel()} tokens of {arguments.text} in windows of {arguments.window}"
-    if arguments.inputs is not None:
-        return f"the tensors of {arguments.inputs}"
-    return "none: the outputs of layers were not measured; pass --text or --inputs"
+# ---------------------------------------------------------------------------------------------- plan
+
+
+BATCH = 4
+"""Windows of text that the model reads at once."""
+
+
+def make_plan(arguments: argparse.Namespace) -> int:
+    """``plan``."""
+    check_device(arguments.device)
+    formats = arguments.formats or FORMATS
+    smallest = min(recipe_of(format).stored.format.bits_per_value for format in formats)
+    if arguments.bits < smallest:  # before the model is loaded and measured
+        raise ValueError(
+            f"--bits {arguments.bits:g}: the smallest of the formats has {smallest:g} bits per value; pass more"
+        )
+    check_page(arguments.output)
+    text = read_text(arguments.text)  # before the model, which takes longer
+    model, tokenizer = load_model(arguments.path, arguments.device, keeps_codes=False)
+    if any(isinstance(parameter, MXTensor) for parameter in model.parameters()):
+        raise ValueError(f"{arguments.path} is quantized already; pass the model before quantization")
+    rows = rows_of(arguments, text, tokenizer, model)
+    chosen = filter_without("plan", model, arguments.skip, arguments.include_head)
+    found = plan(
+        model,
+        list(rows.split(BATCH)),
+        arguments.bits,
+        formats,
+        filter_fn=chosen,
+        include_head=arguments.include_head and chosen is None,
+    )
+    found.save(arguments.output)
+    fields: dict[str, Any] = {
+        "plan": str(arguments.output), "bits": found.bits, "kl": found.error, "values": found.values,
+        "tokens": rows.numel(), "weights": found.formats,
+    }  # fmt: skip
+    return show(arguments, f"{found}\nwrote {arguments.output}", fields)

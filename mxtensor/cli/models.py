@@ -1,30 +1,41 @@
 """Loading a language model with transformers from a checkpoint of any layout, for commands that run it.
 
 transformers loads the layouts native and plain. Every other layout is first converted to native in a temporary folder,
-which is exact; a GGUF file of a model that transformers knows becomes a folder with transformers' names.
+which is exact. A GGUF file of a model that transformers knows becomes a folder as transformers saves it: its
+configuration, its tokenizer and its values in bfloat16. transformers decodes the file in float32, in which all types of
+GGUF are exact, and each tensor is rounded once: if it decoded in bfloat16, scales of some types would be rounded before
+they multiply. Memory holds 4 bytes a value meanwhile.
 """
 
 from __future__ import annotations
 
+import math
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..checkpoints import convert
-from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip, with_parameters
-from ..checkpoints.registry import layout_of, opened
-from ..convert.weights import FilterFn, weights_to_quantize
+from ..checkpoints.conversion import change
+from ..checkpoints.gguf import CODES, GGUF, WRITTEN, GGUFSink, read_quickly
+from ..checkpoints.gguf import NAMES as TYPES
+from ..checkpoints.names import check_skip, is_skipped, loaded_by, with_parameters
+from ..checkpoints.store import layout_of, opened
+from ..convert.configs import recipe_of
+from ..convert.quantize import quantize_
+from ..convert.weights import KINDS, FilterFn, weights_to_quantize
 from ..integrations import TransformersConfig
+from ..recipe.linear_recipe import LinearRecipe
 from ..report.quality import windows
-from .gguf_models import gguf_file, save_gguf, temporary, with_codes
-from .output import note, one_line, status
-from .quiet import library_output, transformers_quietly
+from ..tensor.mxtensor import MXTensor
+from ..tensor.quantize_as import quantize_as
+from .output import library_output, note, one_line, status, transformers_quietly
 
 LOADED_AS_IT_IS = ("native", "plain")
 """Layouts that transformers loads with this package."""
@@ -40,9 +51,9 @@ def loadable(path: str | Path) -> Iterator[Path]:
     file = gguf_file(path)
     if file is not None:
         with temporary() as folder:
-            why = save_gguf(file, folder)
-            if why is not None:
-                raise ValueError(f"{file} cannot be run: {why}; pass the model as a folder that transformers saved")
+            saved = save_gguf(file, folder)
+            if isinstance(saved, str):
+                raise ValueError(f"{file} cannot be run: {saved}; pass the model as a folder that transformers saved")
             yield folder
         return
     with opened(path) as checkpoint:
@@ -104,7 +115,7 @@ def filter_without(command: str, model: nn.Module, skip: Sequence[str], include_
     if not skip:
         return None
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    warn_of_unmatched_skip(command, skip, with_parameters(model), names)
+    check_skip(command, skip, with_parameters(model), names)
     found = weights_to_quantize(model, None, include_head)
     taken = {weight.module_name for weight in found if not is_skipped(weight.fqn, skip)}
     return lambda _, fqn: fqn in taken
@@ -147,3 +158,183 @@ def text_rows(tokenizer: Any, path: str, file: str, text: str, tokens: int | Non
         return windows(tokenizer, text, tokens, window)
     except ValueError as error:
         raise ValueError(f"{file if file != '-' else 'standard input'}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------- GGUF files
+
+
+LONGEST = 200
+"""Characters of an error of transformers in a message."""
+
+
+class Decoded(NamedTuple):
+    """A checkpoint without the types of GGUF."""
+
+    path: Path
+    rounded: dict[str, float]
+    """Tensor -> relative error of its values in bfloat16, of those that bfloat16 does not hold."""
+
+
+def gguf_file(path: str | Path) -> Path | None:
+    """The GGUF file at this path, or the only one in this folder; None if there is another checkpoint."""
+    with opened(path) as checkpoint:
+        return checkpoint.path if layout_of(checkpoint) is GGUF else None
+
+
+@contextmanager
+def temporary(next_to: str | Path | None = None) -> Iterator[Path]:
+    """A folder that is removed at the end. ``next_to``: next to this path, where there is room for a model."""
+    parent = None if next_to is None else Path(next_to).resolve().parent
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".mxtensor-gguf-", dir=parent) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def without_gguf(path: str | Path, next_to: str | Path | None = None, keeps_codes: bool = True) -> Iterator[Decoded]:
+    """The path; for a GGUF file of an architecture that transformers knows, a temporary folder as it saves the model.
+
+    ``keeps_codes``: a file with CODES stays as it is, so that they stay codes. ``next_to``: as in ``temporary``.
+    """
+    path = Path(path)
+    file = gguf_file(path)
+    if file is None:
+        yield Decoded(path, {})
+        return
+    with opened(file) as checkpoint:
+        codes = ", ".join(sorted({stored.dtype for stored in checkpoint.tensors.values()} & CODES.keys()))
+    why = f"it holds {codes} codes, which stay codes" if codes and keeps_codes else None
+    if why is None:
+        with temporary(next_to) as folder:
+            saved = save_gguf(file, folder)
+            if isinstance(saved, Decoded):
+                note(f"{file.name} becomes a model of transformers, in bfloat16")
+                yield saved
+                return
+            why = saved
+    note(f"{file.name} keeps llama.cpp's names of tensors: {why}")
+    yield Decoded(path, {})
+
+
+def save_gguf(file: Path, folder: Path) -> Decoded | str:
+    """Save a GGUF file as transformers saves its models; why not if transformers cannot read it.
+
+    A tokenizer that transformers cannot read is left out, with a note.
+    """
+    with opened(file) as checkpoint:
+        fields = checkpoint.reader.fields
+    kind = fields["general.architecture"].contents() if "general.architecture" in fields else "general"
+    if f"{kind}.block_count" not in fields:  # transformers would take the sizes of another model
+        return f"transformers cannot read it: its header lacks {kind}.block_count, which llama.cpp's converter writes"
+    try:
+        transformers = transformers_quietly()
+    except ImportError:
+        return "transformers is not installed (pip install 'mxtensor[cli]')"
+    status(f"loading {file.name}")
+    try:
+        saved = _save_model(transformers, file, folder)
+    except Exception as error:  # a file that transformers does not expect raises anything
+        try:
+            with temporary(folder) as place:
+                saved = _save_model(transformers, _decoded(file, place), folder)
+        except Exception:
+            saved = f"transformers cannot read it ({type(error).__name__}: {one_line(error)[:LONGEST]})"
+    if isinstance(saved, str):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        return saved
+    if "tokenizer.ggml.model" in fields:
+        try:
+            with library_output(), read_quickly():
+                transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+        except Exception as error:
+            why = f"{type(error).__name__}: {one_line(error)[:LONGEST]}"
+            note(f"{file.name}: transformers cannot read its tokenizer ({why})")
+    return saved
+
+
+def _save_model(transformers: Any, file: Path, folder: Path) -> Decoded | str:
+    """Save the model of a GGUF file; why not if it lacks tensors. Raises anything for a file that is not expected."""
+    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with library_output(), read_quickly():
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model, about = load(file.parent, output_loading_info=True, **options)
+        if about["missing_keys"]:
+            return f"transformers cannot read it: it finds no {', '.join(sorted(about['missing_keys'])[:2])}"
+        errors = _round(model)
+        model.save_pretrained(folder)
+    with opened(folder) as checkpoint:
+        made_of = {name: loaded.parameters for name, loaded in loaded_by(model, checkpoint.tensors).items()}
+    found = {name: [errors[one] for one in (name, *names) if one in errors] for name, names in made_of.items()}
+    return Decoded(folder, {name: max(of_parts) for name, of_parts in found.items() if of_parts})
+
+
+def _round(model: nn.Module) -> dict[str, float]:
+    """Round the parameters to bfloat16, but for those that transformers keeps in float32. Returns the relative errors
+    of those that bfloat16 does not hold, by all their names."""
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    errors: dict[int, float | None] = {}
+    names: dict[str, float] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in errors:
+            stays = not parameter.is_floating_point() or any(f".{module}." in f".{name}." for module in strict)
+            rounded = parameter.data if stays else parameter.data.bfloat16()
+            errors[id(parameter)] = change(parameter.data, rounded)
+            parameter.data = rounded
+        error = errors[id(parameter)]
+        names |= {} if error is None else {name: error}
+    return names
+
+
+def _decoded(file: Path, folder: Path) -> Path:
+    """A copy whose tensors are values: transformers reads no MXFP4 of some architectures, such as Qwen 3.5 and LFM2."""
+    out = folder / file.name
+    with opened(file) as source, GGUFSink(out, 0, source=source) as sink:
+        for name, entry in GGUF.read(source).items():
+            t = source.load(name, entry)
+            t = t.dequantize(torch.float32) if isinstance(t, MXTensor) else t
+            sink.add({name: t}, {name: TYPES[t.dtype]})
+        sink.finish({})
+    return out
+
+
+def with_codes(model: nn.Module, path: str | Path) -> None:
+    """Quantize the weights of a decoded GGUF file that were codes in it: those whose values stay the same.
+
+    transformers has decoded them, and permuted their rows.
+    """
+    file = gguf_file(path)
+    if file is None:
+        return
+    with opened(file) as checkpoint:
+        kinds = {stored.dtype for stored in checkpoint.tensors.values()}
+    for format, (kind, *_) in WRITTEN.items():
+        recipe = recipe_of(f"{format}-weight-only")
+        exact = {fqn for fqn, m in model.named_modules() if _is_exact(m, recipe)} if kind in kinds else set()
+        if exact:
+            quantize_(model, recipe, filter_fn=lambda _, fqn, exact=exact: fqn in exact)  # type: ignore[misc]
+
+
+def _is_exact(module: nn.Module, recipe: LinearRecipe) -> bool:
+    kind = next((kind for kind in KINDS if kind.matches(module)), None)
+    values = [] if kind is None else [getattr(module, name, None) for name in kind.names]
+    return bool(values) and all(
+        value is not None
+        and not isinstance(value, MXTensor)
+        and torch.equal(quantize_as(value.detach(), recipe, kind.orientation).dequantize(), value)  # type: ignore[union-attr]
+        for value in values
+    )
+
+
+def stored_size(path: str | Path) -> tuple[float, int] | None:
+    """Bits a value and bytes of the tensors of a GGUF file, scales included; None for another checkpoint."""
+    file = gguf_file(path)
+    if file is None:
+        return None
+    with opened(file) as checkpoint:
+        tensors = checkpoint.reader.tensors
+    nbytes, values = sum(int(t.n_bytes) for t in tensors), sum(math.prod(map(int, t.shape)) for t in tensors)
+    return 8 * nbytes / max(values, 1), nbytes

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..kernels.attention import values_cpu
-from ..kernels.attention.select import op_of_values
+from ..kernels.attention import cpu_attention
+from ..kernels.attention.choose_attention import op_of_values
 from .graph import arguments, is_view
 
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ def _replace(graph: Graph, node: Node) -> None:
     if op is None:
         return
     with graph.inserting_before(node):
-        mask = _in_float32(graph, mask) if op is values_cpu.attention_of_values else mask
+        mask = _in_float32(graph, mask) if op is cpu_attention.attention_of_values else mask
         out = graph.call_function(op, (query, key, value, mask, scale))
     for result in list(node.users):
         if result.args[1] == 0:

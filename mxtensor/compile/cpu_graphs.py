@@ -18,6 +18,7 @@ import torch
 from torch.nn import Parameter
 
 from ..core.compat_generated import Code, compiled_by_inductor, forgetter, hook_compiled_graphs
+from ..core.progress import clock
 from ..kernels.runtime import cpu_graph
 from .cpu_integers import taken_out
 from .cpu_recording import Arguments, Recording, is_plain, picker, same
@@ -173,8 +174,11 @@ def _install() -> bool:
     return hook_compiled_graphs(_wrapped)
 
 
-def backend(graphs: list[CpuGraph]) -> Callable[..., Any]:
-    """A backend of ``torch.compile``: Inductor, whose graphs become CPU graphs, which ``graphs`` gets."""
+def backend(graphs: list[CpuGraph], description: str) -> Callable[..., Any]:
+    """A backend of ``torch.compile``: Inductor, whose graphs become CPU graphs, which ``graphs`` gets.
+
+    ``description``: what a clock says meanwhile.
+    """
     _install()
 
     def recorded_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -183,7 +187,8 @@ def backend(graphs: list[CpuGraph]) -> Callable[..., Any]:
         integers = taken_out(module, inputs)
         token = _compiling.set(graph)
         try:
-            graph.compiled, graph.forget_inputs = compiled_by_inductor(module, inputs), forgetter(module)
+            with clock(description):
+                graph.compiled, graph.forget_inputs = compiled_by_inductor(module, inputs), forgetter(module)
         finally:
             _compiling.reset(token)
         graphs.append(graph)

@@ -14,7 +14,10 @@ from typing import Any
 from ..core.compat_compile import hook_inductor_settings
 from ..core.fingerprint import COMPILATION
 from ..core.when_imported import when_imported
-from ..kernels.attention import values_cpu, values_cuda  # noqa: F401  (a graph from torch's cache may need the ops)
+from ..kernels.attention import (  # noqa: F401  (a graph from torch's cache may need the ops)
+    cpu_attention,
+    triton_attention,
+)
 
 CHECKS = "size_asserts", "alignment_asserts"
 """Python calls of a compiled graph for each of its tensors, which check again what Dynamo's guards and the ops check. A

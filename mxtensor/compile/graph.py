@@ -9,11 +9,11 @@ import torch
 from torch.fx import Node
 
 from ..core.dispatch import arguments_of
-from ..kernels.gemm import cpu_library
-from ..kernels.small_m import kernel  # noqa: F401  (registers the ops)
+from ..kernels.gemm import cpu_codes
+from ..kernels.small_m import kernel  # noqa: F401  (registers the kernel)
 
 ONE, SHARED = torch.ops.mxtensor.small_m.default, torch.ops.mxtensor.small_m_shared.default
-CPU_ONE, CPU_SHARED = cpu_library.linear, cpu_library.linear_shared
+CPU_ONE, CPU_SHARED = cpu_codes.linear, cpu_codes.linear_shared
 MERGED = {ONE: SHARED, CPU_ONE: CPU_SHARED}
 """A product with one weight -> products of one input with several weights."""
 OF_A_WEIGHT = ("data", "scale", "global_scale", "bias")

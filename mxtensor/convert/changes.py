@@ -1,9 +1,11 @@
-"""The changes of ``quantize_``: every weight that it will replace, checked before the first one changes."""
+"""The changes of ``quantize_``: every weight is checked, and then they are replaced one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -12,12 +14,20 @@ from ..core.arguments import check_plain
 from ..core.explain import LOGS
 from ..core.local import is_sharded, local_of
 from ..core.names import dtype_name
+from ..core.progress import with_progress
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.attributes import set_attributes, user_attributes
+from ..tensor.huge_pages import use_huge_pages
+from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
-from ..training.training_weight import values_of
-from .sharded import refuse_sharded
-from .weights import Weight, codes_of_others
+from ..training.state_dict import register_state_dict_hooks
+from ..training.training_weight import TrainingWeight, values_of
+from .heads import is_lookup
+from .instance_methods import count_codes, show_format
+from .weights import Weight, codes_of_others, refuse_sharded
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -82,6 +92,22 @@ def check_shards(changes: Sequence[Change]) -> None:
             )
 
 
+def check_replicas(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Raise ValueError for weights that would be new parameters, of which DistributedDataParallel reduces the old."""
+    for module in model.modules():
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
+            continue
+        reduced = {id(p) for p in module.parameters() if p.requires_grad}
+        for change in changes:
+            weight = change.places[0][0]._parameters[change.places[0][1]]
+            if id(weight) in reduced and not (change.recipe.trains and isinstance(weight, TrainingWeight)):
+                raise ValueError(
+                    f"quantize_: {change.fqn} is inside DistributedDataParallel, which reduces the gradients of the "
+                    "parameters that it was made with, and quantize_ makes new ones; call quantize_ before "
+                    "DistributedDataParallel"
+                )
+
+
 def _check(weight: Weight) -> None:
     value, name = values_of(local_of(weight.value)), weight.fqn
     check_plain(f"quantize_: {name}", value)
@@ -126,3 +152,101 @@ def _try(weight: Weight, recipe: LinearRecipe, tried: set[tuple[object, ...]]) -
             quantize_as(torch.empty(value.shape, dtype=value.dtype, device="meta"), recipe, weight.kind.orientation)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise type(error)(f"quantize_: {weight.fqn} {tuple(value.shape)}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------- the replacement
+
+
+def convert(model: ModuleT, changes: Sequence[Change], made: Mapping[str, MXTensor] | None = None) -> ModuleT:
+    """Replace weights one by one. ``made``: those that are quantized already, by their names.
+
+    What is shared by two weights is their memory, or nothing: for training, all replaced parameters can wait for the
+    end, in case of a failure; for inference, each is freed at once.
+    """
+    made = made or {}
+    undo: list[Callable[[], object]] = []
+    undo_one: list[Callable[[], object]] = []
+    replaced: dict[str, nn.Parameter] = {}
+    try:
+        quantized = all(change.fqn in made for change in changes)
+        for change in changes if quantized else with_progress(changes, "quantizing", "weight"):
+            original = _replace(change, undo if change.recipe.trains else undo_one, made.get(change.fqn))
+            undo_one.clear()  # and the original is free
+            if original is not None:
+                replaced[change.fqn] = original
+        if replaced:
+            from .training import check_optimizers
+
+            check_optimizers(replaced)
+    except BaseException:
+        for one in reversed([*undo, *undo_one]):
+            one()
+        raise
+    if any(not change.recipe.trains for change in changes):
+        count_codes(model)
+        use_huge_pages(model.parameters())
+    return model
+
+
+def _replace(change: Change, undo: list[Callable[[], object]], made: MXTensor | None = None) -> nn.Parameter | None:
+    """Replace a weight in all its places; ``undo`` gets what restores each one before it changes.
+
+    A weight that trains stays the same parameter, for optimizers and all others that have it. If torch cannot change it
+    in place, the result is the old parameter, which is no longer the model's.
+    """
+    if change.recipe.trains:
+        from . import training
+
+    module, name = change.places[0]
+    original = getattr(module, name)
+    in_place = change.recipe.trains and isinstance(original, TrainingWeight)
+    if in_place:
+        undo.append(training.undo_of(original))
+        training.change_recipe(original, _training_recipe(original, change.orientation, change.recipe))
+        parameter = original
+    else:
+        modules = [module for module, _ in change.places]
+        parameter = _parameter(original, modules, change.orientation, change.recipe, made)
+    for module, name in change.places:
+        register_state_dict_hooks(module)
+        show_format(module)
+        if not in_place:
+            undo.append(partial(setattr, module, name, original))
+            setattr(module, name, parameter)
+    if in_place or not change.recipe.trains:
+        return None
+    if not training.exchange(original, parameter):
+        return original  # type: ignore[no-any-return]
+    undo.append(partial(training.exchange, original, parameter))
+    for module, name in change.places:  # also a write that Dynamo sees: its guards of a parameter look for no more
+        setattr(module, name, original)
+    return None
+
+
+def _parameter(
+    weight: nn.Parameter, modules: Sequence[nn.Module], orientation: Orientation, recipe: LinearRecipe,
+    made: MXTensor | None,
+) -> nn.Parameter:  # fmt: skip
+    """The parameter that replaces ``weight`` of ``modules``, with its attributes."""
+    if recipe.trains:
+        from .training import training_parameter
+
+        parameter = training_parameter(weight, _training_recipe(weight, orientation, recipe))
+    else:
+        if made is None:
+            made = quantize_as(values_of(weight), inference_recipe(modules, recipe), orientation)
+        parameter = nn.Parameter(made, requires_grad=False)
+    return set_attributes(parameter, user_attributes(weight))  # type: ignore[no-any-return]
+
+
+def _training_recipe(weight: nn.Parameter, orientation: Orientation, recipe: LinearRecipe) -> LinearRecipe:
+    """The recipe that a weight carries: FSDP2 gathers codes of matrices (out, in) only."""
+    whole = orientation is Orientation.COLUMNWISE or weight.dim() > 2
+    return replace(recipe, quantized_gather=False) if whole else recipe
+
+
+def inference_recipe(modules: Sequence[nn.Module], recipe: LinearRecipe) -> LinearRecipe:
+    """The recipe of a stored weight of ``modules``: if all of them are lookups, there is no activation to cast."""
+    if all(is_lookup(module) for module in modules):
+        return LinearRecipe.inference(recipe.stored, None, recipe.kernel_preference)
+    return recipe

@@ -1,204 +1,81 @@
-"""What ``quantize_`` quantizes by: torchao's configs, and the names and recipes that stand for a LinearRecipe.
+"""What ``quantize_`` takes for a config, and the recipe that it gives to each weight.
 
-mx.quantize_(model, mx.MXDynamicActivationMXWeightConfig(weight_dtype="mxfp4"))
+mx.quantize_(model, {"re:.*experts": "mxfp4", "lm_head": None, "_default": "mxfp8"})
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from ..core.arguments import check_fields, described
-from ..core.names import find, operands_of, suggestion
+from ..core import names as spelling
+from ..core.arguments import described, warn
+from ..core.names import OF_PEERS, find, operands_of, suggestion
 from ..core.peer_names import instead_of
-from ..numerics.cast import Cast
-from ..numerics.formats import FORMATS, Format, ScaleCalculationMode, get_mx_format
+from ..numerics.formats import FORMATS, Format
 from ..recipe import RECIPES
-from ..recipe.base import Recipe, one_weight_copy
-from ..recipe.kernel_preference import KernelPreference
-from ..recipe.known_fields import KnownFields
-from ..recipe.linear_recipe import LinearRecipe, TensorCasts
-from .float8_configs import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig
-from .float8_linear_config import Float8LinearConfig
-from .fqn_config import FqnToConfig
-from .torchao import from_torchao
-from .training_configs import Float8TrainingOpConfig, MXFP8TrainingOpConfig, NVFP4TrainingConfig
-
-
-@dataclass
-class MXDynamicActivationMXWeightConfig(KnownFields):
-    """MX weights, and activations cast to MX on the fly (torchao's fields)."""
-
-    block_size: int = 32
-    activation_dtype: torch.dtype | str = torch.float8_e4m3fn
-    weight_dtype: torch.dtype | str = torch.float8_e4m3fn
-    kernel_preference: KernelPreference | str = KernelPreference.AUTO
-    scaling_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL
-
-    def linear_recipe(self) -> LinearRecipe:
-        """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
-        check_fields(self)
-        weight, activation = (
-            Cast.of(get_mx_format(dtype, self.block_size), self.scaling_mode)
-            for dtype in (self.weight_dtype, self.activation_dtype)
-        )
-        return LinearRecipe.inference(weight, activation, KernelPreference.of(self.kernel_preference))
-
-
-def _nvfp4(use_dynamic_per_tensor_scale: bool) -> Cast:
-    return Cast(FORMATS["nvfp4" if use_dynamic_per_tensor_scale else "nvfp4_single_level"])
-
-
-@dataclass
-class NVFP4DynamicActivationNVFP4WeightConfig(KnownFields):
-    """NVFP4 weights, and activations cast to NVFP4 on the fly (torchao's fields)."""
-
-    use_triton_kernel: bool = True
-    """Accepted for compatibility with torchao; the device decides which kernels can run."""
-    use_dynamic_per_tensor_scale: bool = True
-    step: Any = None
-    """For ``quantize_``: ``"prepare"`` lets layers watch the amax of their inputs, and ``"convert"`` quantizes weights
-    and gives each layer a static scale of its inputs for that amax, so that inference takes no amax over a tensor."""
-    kernel_preference: KernelPreference | str = KernelPreference.AUTO
-
-    def linear_recipe(self) -> LinearRecipe:
-        """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
-        check_fields(self)
-        if self.step is not None:
-            raise ValueError(
-                f"NVFP4DynamicActivationNVFP4WeightConfig: step={self.step!r} is for quantize_ alone; leave it out"
-            )
-        cast = _nvfp4(self.use_dynamic_per_tensor_scale)
-        return LinearRecipe.inference(cast, cast, KernelPreference.of(self.kernel_preference))
-
-
-@dataclass
-class NVFP4WeightOnlyConfig(KnownFields):
-    """NVFP4 weights and high-precision activations (torchao's fields)."""
-
-    use_dynamic_per_tensor_scale: bool = True
-    kernel_preference: KernelPreference | str = KernelPreference.AUTO
-
-    def linear_recipe(self) -> LinearRecipe:
-        """The casts of weight and activation as a recipe. Raises ValueError for an unknown format, block or mode."""
-        check_fields(self)
-        cast = _nvfp4(self.use_dynamic_per_tensor_scale)
-        return LinearRecipe.inference(cast, None, KernelPreference.of(self.kernel_preference))
-
-
-RECIPE_KERNELS = {
-    "emulated": KernelPreference.EMULATED,
-    "cublas": KernelPreference.AUTO,
-    "cutlass": KernelPreference.AUTO,
-}
-"""torchao's kernel names -> KernelPreference."""
-
-
-@dataclass
-class MXLinearConfig(KnownFields):
-    """MX training of linear layers: one element dtype for all tensors, or one for each.
-
-    The fields are those of torchao before 0.18, which has ``MXFP8TrainingOpConfig`` instead; the defaults are those of
-    0.18.
-    """
-
-    block_size: int = 32
-    elem_dtype: torch.dtype | str = torch.float8_e4m3fn
-    elem_dtype_weight_override: torch.dtype | str | None = None
-    elem_dtype_grad_output_override: torch.dtype | str | None = None
-    kernel_preference: KernelPreference | str = KernelPreference.AUTO
-    scale_calculation_mode: ScaleCalculationMode | str = ScaleCalculationMode.RCEIL
-    single_weight_copy: bool = False
-    """As in recipes: dgrad's copy of a weight is cast from fprop's copy. FSDP2 needs this to gather one copy."""
-    quantized_gather: bool = True
-    """As in recipes: FSDP2 gathers codes when the result is bitwise identical."""
-
-    @classmethod
-    def from_recipe_name(cls, name: str) -> MXLinearConfig:
-        """torchao's recipe names: ``mxfp8_emulated``, ``mxfp8_cublas``, ``mxfp8_cublas_rceil``, ``mxfp4_emulated`` ...
-
-        The part after the format names the kernel (``emulated``; otherwise the fastest available). Scales are RCEIL,
-        as in the recipes of torchao 0.18, with ``_rceil`` or without it. Raises ValueError for an unknown name.
-        """
-        name = getattr(name, "value", name)
-        name = re.sub(r"[-\s]+", "_", name.lower()) if isinstance(name, str) else described(name)
-        element, _, kernel = name.removesuffix("_rceil").partition("_")
-        if element not in ("mxfp8", "mxfp4") or kernel not in RECIPE_KERNELS:
-            kernels = ", ".join(f"_{k}" for k in RECIPE_KERNELS)
-            raise ValueError(f"unknown recipe name {name!r}; choose mxfp8 or mxfp4 with one of {kernels}, then _rceil")
-        return cls(elem_dtype=FORMATS[element].name, kernel_preference=RECIPE_KERNELS[kernel])
-
-    def linear_recipe(self) -> LinearRecipe:
-        """The casts of the three products as a recipe. Raises ValueError for an unknown format, block or mode."""
-        check_fields(self)
-
-        def casts(override: torch.dtype | str | None) -> TensorCasts:
-            format = get_mx_format(self.elem_dtype if override is None else override, self.block_size)
-            return TensorCasts.of(Cast.of(format, self.scale_calculation_mode))
-
-        weight = casts(self.elem_dtype_weight_override)
-        return LinearRecipe(
-            casts(None),
-            one_weight_copy(weight) if self.single_weight_copy else weight,
-            casts(self.elem_dtype_grad_output_override),
-            None,
-            KernelPreference.of(self.kernel_preference),
-            "MXLinearConfig",
-            self.quantized_gather,
-        )
-
-
-TORCHAO: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        Float8DynamicActivationFloat8WeightConfig, Float8LinearConfig, Float8TrainingOpConfig, Float8WeightOnlyConfig,
-        MXDynamicActivationMXWeightConfig, MXFP8TrainingOpConfig, MXLinearConfig,
-        NVFP4DynamicActivationNVFP4WeightConfig, NVFP4TrainingConfig, NVFP4WeightOnlyConfig,
-    )
-}  # fmt: skip
-"""torchao's configs by name: an object of torchao's own class with this name is read by its fields."""
-
-Config = (
-    str
-    | torch.dtype
-    | Format
-    | LinearRecipe
-    | MXDynamicActivationMXWeightConfig
-    | NVFP4DynamicActivationNVFP4WeightConfig
-    | NVFP4WeightOnlyConfig
-    | MXLinearConfig
-    | Float8DynamicActivationFloat8WeightConfig
-    | Float8WeightOnlyConfig
-    | Float8LinearConfig
-    | Float8TrainingOpConfig
-    | MXFP8TrainingOpConfig
-    | NVFP4TrainingConfig
-    | Recipe
-    | FqnToConfig
+from ..recipe.linear_recipe import LinearRecipe
+from .weights import (
+    FilterFn,
+    Sharded,
+    Weight,
+    default_filter,
+    names_of_weights,
+    weights_to_quantize,
+    without_heads,
 )
-"""What ``quantize_`` accepts."""
 
 
-def by_name(config: Any) -> FqnToConfig | None:
-    """A config that has a config for each name, ours or torchao's; None for another."""
-    if isinstance(config, FqnToConfig):
+class HasRecipe(Protocol):
+    """A config object: a recipe class of ``mx.recipe``, or any other object that makes a LinearRecipe."""
+
+    def linear_recipe(self) -> LinearRecipe:
+        """The casts of the tensors of a linear layer."""
+
+
+class HasConfig(Protocol):
+    """An object that stands for another config, such as a plan for the formats in it."""
+
+    def config_and_step(self) -> tuple[Any, str | None]:
+        """What to pass to ``quantize_`` as ``config`` and as ``step``."""
+
+
+Config = str | torch.dtype | Format | LinearRecipe | HasRecipe | HasConfig | Mapping[str, Any]
+"""What ``quantize_`` accepts; the values of a dict are configs, or None."""
+DEFAULT = "_default"
+"""The key of a dict of configs for all weights that no other key names."""
+CLASSES = {kind.__name__: f"mx.recipe.{kind.__name__}" for kind in RECIPES}
+"""Name of a class of configs -> where it is."""
+
+
+def config_and_step(config: Any) -> tuple[Any, str | None]:
+    """What a config stands for, and the step of ``quantize_`` that it names; another config itself, without one."""
+    stands_for = None if isinstance(config, type) else getattr(config, "config_and_step", None)
+    return (config, None) if stands_for is None else stands_for()
+
+
+def _without_step(config: Any) -> Any:
+    if hasattr(config, "linear_recipe"):  # which says so itself
         return config
-    kinds = {FqnToConfig.__name__: FqnToConfig}
-    return None if isinstance(config, type) else from_torchao(config, kinds)
+    given, step = config_and_step(config)
+    if step is not None:
+        raise ValueError(f"{type(config).__name__}: step={step!r} is for quantize_ alone; leave it out")
+    return given
 
 
 def recipe_of(config: Any) -> LinearRecipe:
-    """The LinearRecipe of a config: a LinearRecipe itself, an object with ``linear_recipe()``, a config object of
-    torchao, or the name of a format.
+    """The LinearRecipe of a config: a LinearRecipe itself, an object with ``linear_recipe()``, or the name of a format.
 
     A name (``"mxfp8"``, ``"mxfp8-weight-only"``, ``"mxfp4-weight-mxint8-activation"``), a dtype or a Format gives an
     inference recipe. Raises ValueError for an unknown format name, TypeError for any other object.
     """
     if isinstance(config, type):
         raise TypeError(f"cannot quantize with the class {config.__name__}; pass an instance: {config.__name__}()")
+    config = _without_step(config)
     if isinstance(config, LinearRecipe):
         return config
     if hasattr(config, "linear_recipe"):
@@ -207,28 +84,22 @@ def recipe_of(config: Any) -> LinearRecipe:
         return _recipe_called(config)
     if isinstance(config, (torch.dtype, Format)):
         return LinearRecipe.inference(config, config)
-    ours = from_torchao(config, TORCHAO)
-    if ours is not None:
-        return ours.linear_recipe()  # type: ignore[no-any-return]
     instead = instead_of(type(config).__name__)
     if instead:
         raise TypeError(f"cannot quantize with {described(config)}{instead}")
+    if hasattr(config, "quant_method"):
+        raise TypeError(
+            f"cannot quantize with {described(config)}: a quantization_config is for from_pretrained of transformers; "
+            "pass quantize_ the name of a format, such as 'mxfp8-weight-only'"
+        )
+    if isinstance(config, Mapping):
+        raise TypeError(
+            f"{described(config)} has a config for each name; pass one config, such as the name of a format"
+        )
     raise TypeError(
         f"cannot quantize with {described(config)}; pass a format name like 'mxfp8' or 'mxfp8-weight-only', a "
-        "LinearRecipe, or one of the configs MXDynamicActivationMXWeightConfig, "
-        "NVFP4DynamicActivationNVFP4WeightConfig, NVFP4WeightOnlyConfig; to train, MXLinearConfig or a recipe such as "
-        "MXFP8BlockScaling()"
+        "LinearRecipe, a dict of names of layers to these, or to train a recipe such as mx.recipe.MXFP8BlockScaling()"
     )
-
-
-CLASSES = {kind.__name__: f"mx.recipe.{kind.__name__}" for kind in RECIPES} | {
-    kind.__name__: f"mx.{kind.__name__}"
-    for kind in (
-        MXDynamicActivationMXWeightConfig, NVFP4DynamicActivationNVFP4WeightConfig, NVFP4WeightOnlyConfig,
-        MXLinearConfig,
-    )
-}  # fmt: skip
-"""Name of a class of configs -> where it is."""
 
 
 def _recipe_called(text: str) -> LinearRecipe:
@@ -237,11 +108,133 @@ def _recipe_called(text: str) -> LinearRecipe:
     try:
         return LinearRecipe.inference(weight, activation)
     except ValueError:
+        if spelling.key(text) in OF_PEERS:
+            raise
         named = find(text, CLASSES)
         if named is not None:
             raise ValueError(f"{text!r} names a class; pass an instance, {CLASSES[named]}()") from None
+        if instead_of(text) and weight == text:
+            raise ValueError(f"unknown format or config {text!r}{instead_of(text)}") from None
         short = [f"{format}-weight-only" for format in (*FORMATS, *FORMATS.aliases)]
         hint = suggestion(text, [*CLASSES, *short]) if len(text) > 5 else ""
         if hint and activation == text and not suggestion(text, FORMATS):
             raise ValueError(f"unknown format or config {text!r}; {hint}") from None
         raise
+
+
+# ---------------------------------------------------------------------------------------------- a config for each name
+
+
+class ByName:
+    """A dict of configs for modules or parameters, by their fully qualified names.
+
+    Keys are names of modules or parameters, ``re:`` with a regular expression that matches whole names, or
+    ``_default``. Values are what ``quantize_`` takes; None leaves the weights unquantized. A weight takes the first of
+    these keys that exists: the name of the parameter, the name of its module, the first expression that matches the
+    parameter, the first that matches the module, ``_default``. ``_default`` applies to the layers that ``quantize_``
+    would convert without a filter; the other keys apply to embeddings, heads and routers too. The name of a module is
+    not a key of the modules inside it: ``"re:layers\\.0\\..*"`` is. Raises TypeError for keys that are not strings,
+    ValueError for an invalid regular expression, and what ``recipe_of`` raises for a value.
+    """
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self._patterns: dict[str, re.Pattern[str]] = {}
+        self.recipes: dict[str, LinearRecipe | None] = {}
+        """Key -> recipe."""
+        for name, config in table.items():
+            if not isinstance(name, str):
+                raise TypeError(f"a dict of configs has names of layers as keys, not {described(name)}")
+            try:
+                self.recipes[name] = None if config is None else recipe_of(config)
+                if name.startswith("re:"):
+                    self._patterns[name] = re.compile(name[3:])
+            except re.error as error:
+                raise ValueError(f"{name!r} is not a valid regular expression: {error}") from None
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"config of {name!r}: {error}") from error
+
+    def key_of(self, module_name: str, parameter_name: str) -> str | None:
+        """The key for a parameter, by the full names of its module and its own; None if only ``_default`` matches."""
+        names = (parameter_name, module_name)
+        exact = [name for name in names if name in self.recipes and name != DEFAULT]
+        matching = (name for whole in names for name, p in self._patterns.items() if p.fullmatch(whole))
+        return exact[0] if exact else next(matching, None)
+
+    def unmatched(self, names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
+        """The keys that match no name; one with None, which leaves weights alone, may also match one of ``others``."""
+        names, every, found = set(names), {*names, *others}, []
+        for name, recipe in self.recipes.items():
+            fits = self._patterns[name].fullmatch if name in self._patterns else name.__eq__
+            if name != DEFAULT and not any(map(fits, every if recipe is None else names)):
+                found.append(name)
+        return found
+
+
+def by_name(config: Any) -> ByName | None:
+    """The recipes of a dict of configs, or of a plan; None for another config."""
+    config = _without_step(config)
+    return ByName(config) if isinstance(config, Mapping) else None
+
+
+def choose(
+    model: nn.Module,
+    config: Any,
+    filter_fn: FilterFn | None,
+    include_head: bool = False,
+    sharded: Sharded | None = None,
+) -> tuple[list[tuple[Weight, LinearRecipe]], LinearRecipe | None]:
+    """Every weight to quantize, with its recipe, and the recipe of weights that no key names (None: left as they are).
+
+    Raises what ``recipe_of`` and ``weights_to_quantize`` raise, ValueError for a filter beside a dict.
+    """
+    table = by_name(config)
+    if table is None:
+        recipe = recipe_of(config)
+        return [(weight, recipe) for weight in weights_to_quantize(model, filter_fn, include_head, sharded)], recipe
+    if filter_fn is not None or include_head:
+        name = "filter_fn" if filter_fn is not None else "include_head"
+        raise ValueError(f"quantize_: a dict of configs chooses the layers itself; leave {name} out")
+    _warn_of_unmatched(model, table)
+    general, usual = table.recipes.get(DEFAULT), default_filter(model)
+
+    def wanted(module: nn.Module, fqn: str) -> bool:
+        keys = [table.key_of(fqn, f"{fqn}.{name}" if fqn else name) for name in module._parameters]
+        by_default = general is not None and None in keys and usual(module, fqn)
+        return by_default or any(key is not None and table.recipes[key] is not None for key in keys)
+
+    found = [
+        (weight, table.key_of(weight.module_name, weight.fqn))
+        for weight in weights_to_quantize(model, wanted, sharded=sharded)
+    ]
+    rest = [weight for weight, key in found if key is None and usual(weight.module, weight.module_name)]
+    default = {(id(weight.module), weight.name) for weight in without_heads(model, rest)}
+    chosen: list[tuple[Weight, LinearRecipe]] = []
+    for weight, key in found:
+        of_default = general if (id(weight.module), weight.name) in default else None
+        recipe_for = of_default if key is None else table.recipes[key]
+        if recipe_for is not None:
+            chosen.append((weight, recipe_for))
+    return chosen, general
+
+
+def _warn_of_unmatched(model: nn.Module, table: ByName) -> None:
+    """Warn of keys that match nothing: a misspelt name would leave a layer as it is, or quantize it, without a word."""
+    names: list[str] = []
+    others: list[str] = []
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        if module._parameters or next(module.parameters(), None) is None:  # not one that only holds others
+            others.append(fqn)
+        known = names_of_weights(module)
+        for name in module._parameters:
+            others.append(f"{fqn}.{name}" if fqn else name)
+            if name in known:
+                names += [fqn, others[-1]]
+    unmatched = table.unmatched(names, others)
+    if unmatched:
+        modules = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
+        holder = next((key for key in unmatched if key in modules), None)
+        more = "" if holder is None else f"; for all that is inside {holder}, pass 're:{re.escape(holder)}\\..*'"
+        warn(
+            f"quantize_: no weight that can be quantized has the name {', '.join(map(repr, unmatched))} of the dict of "
+            f"configs; names are those of model.named_modules() and model.named_parameters(){more}"
+        )

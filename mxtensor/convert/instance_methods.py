@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.local import local_of
 from ..tensor.mxtensor import MXTensor
@@ -58,14 +58,11 @@ def describe_weights(module: nn.Module) -> str:
 
 def footprint(module: nn.Module, return_buffers: bool = True) -> int:
     """transformers' ``get_memory_footprint()``, in which a quantized weight counts its codes and scales."""
-    usual: int = type(module).get_memory_footprint(module, return_buffers)  # type: ignore[attr-defined]
-    return usual + sum(_extra_bytes(parameter) for parameter in module.parameters())
-
-
-def _extra_bytes(parameter: Tensor) -> int:
-    """The bytes of a quantized weight, less those that torch counts for its outer dtype: usually negative."""
-    weight = local_of(parameter)
-    return weight.nbytes - weight.numel() * weight.element_size() if isinstance(weight, MXTensor) else 0
+    nbytes: int = type(module).get_memory_footprint(module, return_buffers)  # type: ignore[attr-defined]
+    for weight in map(local_of, module.parameters()):
+        if isinstance(weight, MXTensor):  # torch counts its outer dtype
+            nbytes += weight.nbytes - weight.numel() * weight.element_size()
+    return nbytes
 
 
 def show_format(module: nn.Module) -> None:

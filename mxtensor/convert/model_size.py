@@ -1,29 +1,38 @@
 """The size of a whole model: what is quantized, what is not, and the bits per weight over both.
 
 print(mx.model_size(mx.quantize_(model, "mxfp4-weight-only")))
+
+``quantize_`` warns if much stays in high precision, such as convolutions: they dominate the size of the model, or its
+time, and nothing else shows that the layers that are quantized are a few per cent of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from ..core.arguments import MODULE, check
+from ..core.explain import text_table
 from ..core.local import local_of
 from ..core.names import dtype_name
-from ..core.text_table import text_table
 from ..tensor.mxtensor import MXTensor
+from ..training.training_weight import TrainingWeight
 from .heads import heads
 from .weights import KINDS
 
 _log = logging.getLogger("mxtensor")
 
-NOTABLE = 0.1
-"""``quantize_`` warns if heads and embeddings in high precision are more than this fraction of the values."""
 HEAD, TIED, LOOKUP, LAYER, REST = "head", "head and embedding", "embedding", "layers", "other parameters"
+NOTABLE = 0.1
+"""A warning if more than this fraction of the values stays: beside layers of 4 bits, a tenth in bfloat16 is a quarter
+of the bytes. The norms, biases and routers of a transformer are less than a hundredth."""
+NAMED = 0.01
+"""Kinds of modules with a smaller fraction of the values are not named."""
 ORDER = (LAYER, TIED, HEAD, LOOKUP, REST)
 
 
@@ -70,15 +79,12 @@ class ModelSize:
 
     def __str__(self) -> str:
         header = ("use", "stored as", "values", "bits", "MB", "parameters")
-        rows = [
-            (p.use, p.stored, f"{p.values:,}", f"{p.bits:.2f}", f"{p.nbytes / 1e6:.1f}", _named(p)) for p in self.groups
-        ]
+        rows = []
+        for p in self.groups:
+            names = p.names[0] if len(p.names) == 1 else f"{len(p.names)} tensors"
+            rows.append((p.use, p.stored, f"{p.values:,}", f"{p.bits:.2f}", f"{p.nbytes / 1e6:.1f}", names))
         rows.append(("whole model", "", f"{self.values:,}", f"{self.bits:.2f}", f"{self.nbytes / 1e6:.1f}", ""))
         return text_table(header, rows, left=(0, 1, 5))
-
-
-def _named(group: Group) -> str:
-    return group.names[0] if len(group.names) == 1 else f"{len(group.names)} tensors"
 
 
 def model_size(model: nn.Module) -> ModelSize:
@@ -88,33 +94,24 @@ def model_size(model: nn.Module) -> ModelSize:
     TypeError for anything but a module.
     """
     check("model_size", "model", model, MODULE)
-    uses = _uses(model)
-    found: dict[tuple[str, str], list[tuple[str, Tensor]]] = {}
-    for names, parameter in _parameters(model):
+    uses, all_names = uses_of(model), defaultdict[int, list[str]](list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        all_names[id(parameter)].append(name)
+    found = defaultdict[tuple[str, str], list[tuple[str, Tensor]]](list)
+    for parameter in model.parameters():
         weight = local_of(parameter)
         stored = str(weight.format) if isinstance(weight, MXTensor) else dtype_name(weight.dtype)
-        found.setdefault((uses[id(parameter)], stored), []).append((" = ".join(names), weight))
-    groups = [_group(use, stored, weights) for (use, stored), weights in found.items()]
+        found[uses[id(parameter)], stored].append((" = ".join(all_names[id(parameter)]), weight))
+    groups = []
+    for (use, stored), weights in found.items():
+        names, tensors = zip(*weights, strict=True)
+        quantized = isinstance(tensors[0], MXTensor)
+        nbytes = sum(t.nbytes if quantized else t.numel() * t.element_size() for t in tensors)
+        groups.append(Group(use, stored, quantized, sum(t.numel() for t in tensors), nbytes, names))
     return ModelSize(tuple(sorted(groups, key=lambda group: (ORDER.index(group.use), group.stored))))
 
 
-def _group(use: str, stored: str, weights: list[tuple[str, Tensor]]) -> Group:
-    names, tensors = zip(*weights, strict=True)
-    quantized = isinstance(tensors[0], MXTensor)
-    nbytes = sum(t.nbytes if quantized else t.numel() * t.element_size() for t in tensors)
-    return Group(use, stored, quantized, sum(t.numel() for t in tensors), nbytes, names)
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
-    """Each parameter once, with all its names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for parameter in model.parameters():
-        yield names[id(parameter)], parameter
-
-
-def _uses(model: nn.Module) -> dict[int, str]:
+def uses_of(model: nn.Module) -> dict[int, str]:
     """The use of each parameter, by its id."""
     uses = {id(parameter): REST for parameter in model.parameters()}
     embeddings = set()
@@ -131,26 +128,89 @@ def _uses(model: nn.Module) -> dict[int, str]:
     return uses
 
 
-def warn_of_unquantized_heads(model: nn.Module) -> None:
-    """Log a warning about heads and embeddings that stay in high precision, if they are a large part of the model.
+# ---------------------------------------------------------------------------------------------- what stays
 
-    They dominate the size of a small language model, which then has more bits per value than its layers. The warning is
-    one of the logger ``mxtensor``, which Python prints to stderr unless a handler is set.
+
+def warn_of_unquantized(
+    model: nn.Module, *, trains: bool = False, include_head: bool = False, said: Collection[int] = ()
+) -> None:
+    """Log a warning about what stays in high precision, if it is a large part of ``model``.
+
+    ``trains``: weights train quantized; heads and embeddings are not counted then, for they save no memory. ``said``:
+    ids of parameters that another warning has named. The warning is one of the logger ``mxtensor``, which Python prints
+    to stderr unless a handler is set.
     """
     size = model_size(model)
-    left = [group for group in size.groups if not group.quantized and group.use in (HEAD, TIED, LOOKUP)]
-    done = [group for group in size.groups if group.quantized]
-    if not heads(model) or not done or sum(group.values for group in left) <= NOTABLE * size.values:
+    stored = [group for group in size.groups if group.quantized]
+    looked_up = [] if trains else [g for g in size.groups if not g.quantized and g.use in (HEAD, TIED, LOOKUP)]
+    kept = _kept(model, said)
+    left = sum(group.values for group in looked_up) + sum(values for values, _ in kept.values())
+    done = sum(group.values for group in stored)
+    if trains:
+        done = sum(local_of(p).numel() for p in model.parameters() if isinstance(p, TrainingWeight))
+    if not done or left <= NOTABLE * size.values:
         return
-    total, values = size.values, sum(group.values for group in done)
-    bits = 8 * sum(group.nbytes for group in done) / max(values, 1)
-    said = " and ".join(f"{_millions(p.values)} of {', '.join(p.names)} ({p.use}) stay {p.stored}" for p in left)
-    way_out = "; include_head=True quantizes heads" if any(group.use != LOOKUP for group in left) else ""
+
+    def amount(values: int) -> str:
+        share = values / max(size.values, 1)
+        number = f"{values / 1e6:.1f}M" if values >= 1e7 else f"{values:,}"
+        return f"{number} ({f'{share:.0%}' if share >= 0.005 else 'less than 1%'})"
+
+    named = {kind: row for kind, row in kept.items() if row[0] > NAMED * size.values}
+    stay = [f"{amount(g.values)} of {', '.join(g.names)} ({g.use}) stay {g.stored}" for g in looked_up]
+    for (name, dtype), (values, modules) in named.items():
+        stay.append(f"{amount(values)} of {modules} {name} stay {dtype_name(dtype)}")
+    bits = 8 * sum(group.nbytes for group in stored) / max(done, 1)
+    now = "train quantized" if trains else f"have {bits:.2f} bits now"
+    whole = "" if trains else f": {size.bits:.2f} bits over the whole model"
+    total = amount(size.values).partition(" ")[0]
+    ways = _ways_out({group.use for group in looked_up}, named, trains, include_head)
     _log.warning(
-        f"quantize_: {_millions(values)} of {_millions(total)} values have {bits:.2f} bits now; {said}: "
-        f"{size.bits:.2f} bits over the whole model{way_out}"
+        f"quantize_: {amount(done).replace(' (', f' of {total} values (')} {now}; {' and '.join(stay)}{whole}; "
+        f"{'; '.join(ways)}"
     )
 
 
-def _millions(values: int) -> str:
-    return f"{values / 1e6:.1f}M" if values >= 1e7 else f"{values:,}"
+def _kept(model: nn.Module, said: Collection[int]) -> dict[tuple[str, torch.dtype], tuple[int, int]]:
+    """What stays beside heads and embeddings: (class of modules, dtype) -> (values, modules); the largest first."""
+    uses, seen = uses_of(model), set(said)
+    found: dict[tuple[str, torch.dtype], tuple[int, int]] = {}
+    for module in model.modules():
+        if getattr(module, "has_recipe_of_autocast", False):  # a module of mxtensor.te, which another warning names
+            continue
+        own = Counter[tuple[str, torch.dtype]]()
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in seen or uses[id(parameter)] in (HEAD, TIED, LOOKUP):
+                continue
+            seen.add(id(parameter))
+            local: Tensor = local_of(parameter)
+            if not isinstance(local, MXTensor) and not isinstance(parameter, TrainingWeight):
+                own[type(module).__name__, local.dtype] += local.numel()
+        for kind, number in own.items():
+            values, modules = found.get(kind, (0, 0))
+            found[kind] = values + number, modules + 1
+    return dict(sorted(found.items(), key=lambda row: -row[1][0]))
+
+
+def _ways_out(
+    uses: Collection[str], named: Collection[tuple[str, torch.dtype]], trains: bool, include_head: bool
+) -> list[str]:
+    """What the user can do for heads and embeddings (``uses``), and for kinds of modules."""
+    ways, linear = [], nn.Linear.__name__
+    if not include_head and (HEAD in uses or TIED in uses):
+        ways.append("include_head=True quantizes heads")
+    if LOOKUP in uses:
+        ways.append(
+            "a second quantize_ with filter_fn=lambda module, name: isinstance(module, torch.nn.Embedding) quantizes "
+            "embeddings"
+        )
+    if any(name == linear for name, _ in named):
+        ways.append(f"a filter_fn that returns True for them quantizes the {linear}")
+    others = list(dict.fromkeys(name for name, _ in named if name != linear))
+    if others:
+        what = "mx.model_size(model) shows what each part takes"
+        if any(dtype in (torch.float32, torch.float64) for _, dtype in named):
+            half = "model.bfloat16() before quantize_ halves what stays"
+            what = "torch.autocast runs it in bfloat16" if trains else half
+        ways.append(f"quantize_ has no quantized form of {', '.join(others)}; {what}")
+    return ways or ["mx.model_size(model) shows what each part takes"]

@@ -6,7 +6,9 @@ A new kind of module is a row of ``KINDS``.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,12 +18,12 @@ from ..core.arguments import FLAG, FUNCTION, check, described, optional
 from ..core.local import is_sharded, local_of
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
-from .gates import mlp_gates
-from .heads import embedding_weight_ids, heads, is_head, is_lookup
-from .sharded import Sharded, never, refuse_sharded, reshard
+from .heads import embedding_weight_ids, heads, is_head, is_lookup, mlp_gates
 
 FilterFn = Callable[[nn.Module, str], bool]
 """(module, its fully qualified name) -> whether to quantize its weights."""
+Sharded = Callable[[nn.Module, Any], bool]
+"""(module, its weight, a DTensor) -> whether the weight can be changed. None: none of them can be."""
 
 
 @dataclass(frozen=True)
@@ -148,19 +150,24 @@ def _with_heads(model: nn.Module) -> FilterFn:
     return accepts
 
 
-def _weights(model: nn.Module, filter_fn: FilterFn, sharded: Sharded) -> Iterator[Weight]:
-    """Every weight that ``filter_fn`` accepts."""
+def _weights(model: nn.Module, filter_fn: FilterFn, sharded: Sharded | None) -> Iterator[Weight]:
+    """Every weight that ``filter_fn`` accepts. Raises TypeError for a layer without a weight that has codes of another
+    library."""
     for fqn, module in model.named_modules():
         kind = next((kind for kind in KINDS if kind.matches(module)), None)
         if kind is not None and _accepts(filter_fn, module, fqn):
             for name in kind.names:
                 weight = getattr(module, name, None)
-                if weight is None and len(kind.names) == 1:
-                    _check_absent(module, f"{fqn}.{name}" if fqn else name)
+                whole = f"{fqn}.{name}" if fqn else name
+                if weight is None and len(kind.names) == 1 and (codes := codes_of_others(module)):
+                    raise TypeError(
+                        f"quantize_: {whole} is quantized already, by another library, as {codes}; convert the "
+                        "checkpoint by mx.checkpoints.convert and load the result, or leave the layer out by filter_fn"
+                    )
                 if weight is not None and not isinstance(local_of(weight), MXTensor):
-                    _check_parameter(module, name, f"{fqn}.{name}" if fqn else name)
-                    if is_sharded(weight) and not sharded(module, weight):
-                        refuse_sharded(weight, f"{fqn}.{name}" if fqn else name)
+                    _check_parameter(module, name, whole)
+                    if is_sharded(weight) and not (sharded and sharded(module, weight)):
+                        refuse_sharded(weight, whole)
                     yield Weight(module, name, kind, fqn)
 
 
@@ -182,7 +189,7 @@ def unknown_experts(model: nn.Module) -> Iterator[Weight]:
 
 
 def modules_of_autocast(model: nn.Module) -> list[str]:
-    """The names of modules of ``mx.nn`` with a high-precision weight: ``quantize_`` does not convert them."""
+    """The names of modules of ``mxtensor.te`` with a high-precision weight: ``quantize_`` does not convert them."""
     return [
         fqn or type(module).__name__
         for fqn, module in model.named_modules()
@@ -193,7 +200,13 @@ def modules_of_autocast(model: nn.Module) -> list[str]:
 
 def _accepts(filter_fn: FilterFn, module: nn.Module, fqn: str) -> bool:
     """Whether a filter accepts a module. Its answer may be any object that is true or false, but no array."""
-    answer: Any = filter_fn(module, fqn)
+    try:
+        answer: Any = filter_fn(module, fqn)
+    except (TypeError, AttributeError) as error:
+        raise TypeError(
+            f"quantize_: filter_fn({type(module).__name__}, {fqn!r}) failed: {error}; its first argument is a module, "
+            "the second the name of it"
+        ) from error
     try:
         return bool(answer)
     except (RuntimeError, ValueError, TypeError):
@@ -201,40 +214,11 @@ def _accepts(filter_fn: FilterFn, module: nn.Module, fqn: str) -> bool:
         raise TypeError(f"quantize_: filter_fn returned {given} for {fqn!r}; return True or False") from None
 
 
-def _check_filter(filter_fn: FilterFn | None) -> None:
-    """Raise TypeError unless a filter can be called with a module and its name."""
-    check("quantize_", "filter_fn", filter_fn, optional(FUNCTION))
-    if filter_fn is None:
-        return
-    try:
-        arguments = inspect.signature(filter_fn)
-    except ValueError:  # some functions written in C have none
-        return
-    try:
-        arguments.bind(None, "")
-    except TypeError:
-        name = described(filter_fn)
-        raise TypeError(
-            f"quantize_: filter_fn is {name}, which takes {arguments}; pass a function of two arguments, the module "
-            "and its name"
-        ) from None
-
-
 def codes_of_others(module: nn.Module) -> str:
     """What another library stores in the place of a weight, or beside one that is codes: ``weight_packed`` and
     ``weight_scale`` of compressed-tensors, ``weight_scale_inv`` of transformers' float8. Empty if there is nothing."""
     stored = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     return ", ".join(name for name, _ in stored if "scale" in name or "packed" in name)
-
-
-def _check_absent(module: nn.Module, fqn: str) -> None:
-    """Raise TypeError for a layer without a weight if it has codes of another library."""
-    codes = codes_of_others(module)
-    if codes:
-        raise TypeError(
-            f"quantize_: {fqn} is quantized already, by another library, as {codes}; convert the checkpoint by "
-            "mx.checkpoints.convert and load the result, or leave the layer out by filter_fn"
-        )
 
 
 def _check_parameter(module: nn.Module, name: str, fqn: str) -> None:
@@ -255,7 +239,7 @@ def _check_parameter(module: nn.Module, name: str, fqn: str) -> None:
 
 
 def weights_to_quantize(
-    model: nn.Module, filter_fn: FilterFn | None, include_head: bool = False, sharded: Sharded = never
+    model: nn.Module, filter_fn: FilterFn | None, include_head: bool = False, sharded: Sharded | None = None
 ) -> list[Weight]:
     """Every weight that ``filter_fn`` accepts; None: ``default_filter``, with ``include_head`` the heads too.
 
@@ -263,7 +247,17 @@ def weights_to_quantize(
     a weight that is not a parameter, has no values yet, or is a DTensor that ``sharded`` does not accept, and for
     ``include_head`` with a filter; TypeError for a filter that cannot be called.
     """
-    _check_filter(filter_fn)
+    check("quantize_", "filter_fn", filter_fn, optional(FUNCTION))
+    if filter_fn is not None:
+        with suppress(ValueError):  # some functions written in C have no signature
+            arguments = inspect.signature(filter_fn)
+            try:
+                arguments.bind(None, "")
+            except TypeError:
+                raise TypeError(
+                    f"quantize_: filter_fn is {described(filter_fn)}, which takes {arguments}; pass a function of two "
+                    "arguments, the module and its name"
+                ) from None
     check("quantize_", "include_head", include_head, FLAG)
     reshard(model)
     if filter_fn is not None:
@@ -282,3 +276,29 @@ def without_heads(model: nn.Module, weights: list[Weight]) -> list[Weight]:
     """``weights`` without those of heads and embeddings, as the default filter leaves them."""
     left = embedding_weight_ids(model) | {id(head._parameters.get("weight")) for head in heads(model).values()}
     return [weight for weight in weights if id(weight.value) not in left]
+
+
+# ---------------------------------------------------------------------------------------------- sharded weights
+
+
+def refuse_sharded(weight: Any, fqn: str) -> None:
+    """Raise ValueError for a weight that is a DTensor."""
+    raise ValueError(
+        f"quantize_: {fqn} is already sharded, {tuple(weight.shape)} as {weight.placements}; call quantize_ before "
+        "fully_shard or parallelize_module, or on a model that is not sharded and has loaded the full state dict"
+    )
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered. Between two passes a parameter may be the whole weight: it looks like one that is
+    not sharded, and FSDP2 would gather it again over what has replaced it."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # FSDP2 exists only after this import
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+def by_tensor_parallelism(module: nn.Module, weight: Any) -> bool:
+    """A sharded weight is accepted if torch's tensor parallelism has made it, over one dimension of a mesh. FSDP2 would
+    gather the parameter that it knows, and not the one that replaces it."""
+    return weight.device_mesh.ndim == 1 and getattr(module, "_distribute_module_applied", False)

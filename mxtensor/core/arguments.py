@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, wraps
@@ -18,10 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .compat_modules import level_outside
 from .names import dtype_name
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+PACKAGE = __name__.partition(".")[0]
 LARGEST = 2**31 - 1
 """The largest size of a dimension: kernels count in 32-bit integers."""
 LONGEST = 60
@@ -160,16 +163,27 @@ def described(value: Any) -> str:
     return f"the {type(value).__name__} {name}" if isinstance(name, str) else f"a value of type {type(value).__name__}"
 
 
-def check_plain(what: str, t: Tensor) -> None:
-    """Raise TypeError for a tensor that another library has quantized: its class has its own ``dequantize``."""
-    if torch.compiler.is_dynamo_compiling():  # which cannot trace this, and compiles no such tensor
-        return
+def warn(message: str) -> None:
+    """A UserWarning at the line of the user that the call came from: the first one outside of this package."""
+    warnings.warn(message, UserWarning, stacklevel=1 + level_outside(PACKAGE))
+
+
+def quantized_by(t: Any) -> str:
+    """The library that has quantized a tensor, and the class: it has its own ``dequantize``. Empty for others."""
+    if not isinstance(t, Tensor):
+        return ""
     home = next(base for base in type(t).__mro__ if "dequantize" in vars(base) or base is Tensor)
     package = home.__module__.partition(".")[0]
-    if package not in ("torch", __name__.partition(".")[0]):
+    return "" if package in ("torch", __name__.partition(".")[0]) else f"{package} ({type(t).__name__})"
+
+
+def check_plain(what: str, t: Tensor) -> None:
+    """Raise TypeError for a tensor that another library has quantized."""
+    if torch.compiler.is_dynamo_compiling():  # which cannot trace this, and compiles no such tensor
+        return
+    if library := quantized_by(t):
         raise TypeError(
-            f"{what} is quantized already, by {package} ({type(t).__name__}); pass the original values, or those of "
-            "its dequantize()"
+            f"{what} is quantized already, by {library}; pass the original values, or those of its dequantize()"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from .compat_compile import run_uncompiled
+from .tracing import is_traced
 
 
 class _Dequantize(torch.autograd.Function):
@@ -98,3 +99,69 @@ def mode_of_views(func: Any, base: Any) -> AbstractContextManager[None]:
     if not torch.is_inference_mode_enabled() or not getattr(func, "is_view", False) or base.is_inference():
         return nullcontext()
     return _outside_inference()
+
+
+# ---------------------------------------------------------------------------------------------- torch autocast
+
+# ``torch.autocast``: whether it is active, its dtype, and code that runs without it.
+
+
+def torch_autocasts(device: torch.device) -> bool:
+    """Whether torch.autocast is active for tensors of ``device``. False for meta, for which torch would raise."""
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that torch.autocast gives products of ``x``; None outside it and for float64, which it leaves alone."""
+    if torch_autocasts(x.device) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The context without torch.autocast, for code that chooses dtypes itself."""
+    return torch.autocast(device.type, enabled=False) if torch_autocasts(device) else nullcontext()
+
+
+# ---------------------------------------------------------------------------------------------- writes
+
+# How many writes to codes and scales there have been, so that values decoded before a write are not used after it.
+#
+# torch does not count the writes of a rule: inside ``__torch_dispatch__`` the version counters of codes and scales
+# stay. Writes that are only traced count by themselves, because they change no memory.
+
+_counts = {False: 0, True: 0}
+
+
+def note_write(target: Tensor) -> None:
+    """Call it after each write of a rule to ``target``, the codes or scales of any MXTensor."""
+    _counts[has_no_memory(target)] += 1
+
+
+def count_writes(op: Any, wrappers: Iterable[Tensor]) -> None:
+    """Count a write of ``op`` to each tensor if torch does not: it counts those of all ops but the ones that return
+    nothing (``_foreach_add_``).
+
+    Those write the tensors inside, and torch sees no write to the wrappers that a backward pass will read.
+    """
+    if op._schema.returns or is_traced():
+        return
+    counted = [t for t in wrappers if not t.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
+
+
+def has_no_memory(t: Tensor) -> bool:
+    """Whether ``t`` stands for a tensor of a graph that is traced."""
+    return type(t) is not Tensor
+
+
+def state_of(components: Iterable[Tensor]) -> tuple[int, ...]:
+    """A key that changes with each write to ``components``, by a rule or by torch.
+
+    Inference tensors have no version.
+    """
+    components = list(components)
+    versions = (t._version for t in components if not t.is_inference())
+    return (_counts[has_no_memory(components[0])], *versions)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,3 +39,28 @@ def layers_are_called() -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fused)
         torch.backends.mha.set_fastpath_enabled(False)
         yield
+
+
+# ------------------------------------------------------------- caches in the arguments of a model, to which a call adds
+
+Copies = dict[int, tuple[Any, Any]]
+"""The id of a cache -> the cache, and a copy of it."""
+
+
+def with_fresh_cache(value: Any, copies: Copies) -> Any:
+    """A copy of ``value`` if it is a cache, so that another call gets it as it was; else ``value`` itself.
+
+    ``copies`` has those of caches that were seen before, and gets the new one.
+    """
+    if not _is_cache(value):
+        return value
+    if id(value) not in copies:
+        copies[id(value)] = value, copy.deepcopy(value)
+    return copies[id(value)][1]
+
+
+def _is_cache(value: Any) -> bool:
+    """transformers' caches of keys and values, by their method, and those of states and of padding, by name."""
+    if isinstance(value, nn.Module):
+        return False
+    return hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache")

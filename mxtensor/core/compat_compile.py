@@ -201,28 +201,6 @@ def hook_unwrapping(kind: type) -> bool:
     return True
 
 
-def hook_cache_keys() -> bool:
-    """Let torch 2.11's cache of compiled graphs tell tensors apart as torch 2.13 does, by ``_stable_hash_for_caching``
-    where they have it. True if this torch needs it and has the place.
-
-    Without it the key has what pickling such a tensor gives, which knows neither the version of the package nor its
-    settings: a graph of another version was taken from the cache. Missing: nothing is changed.
-    """
-    from torch._functorch._aot_autograd import autograd_cache
-
-    pickler: Any = getattr(autograd_cache, "AOTAutogradCachePickler", None)
-    if pickler is None or any(hasattr(pickler, name) for name in ("_stable_hash_for_cache_value", "reducer_override")):
-        return False
-
-    def reducer_override(self: Any, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and hasattr(obj, "_stable_hash_for_caching"):
-            return str, (obj._stable_hash_for_caching(),)
-        return NotImplemented
-
-    pickler.reducer_override = reducer_override
-    return True
-
-
 def _is_static(meta: Any) -> bool:
     """Whether no outer size or stride of a subclass is a symbol, which would be an argument of the graph too.
 

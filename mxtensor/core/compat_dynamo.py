@@ -76,3 +76,12 @@ def traced_as_symbols(names: str) -> Iterator[None]:
             yield
         finally:
             config.dynamic_sources = before
+
+
+def size_hint(number: Any) -> int:
+    """The size that a SymInt had where torch began to trace, without a guard; a size that is known, as it is.
+
+    torch has no public question without a guard in both 2.11 and 2.13. Missing (no hint): ``int``, which is a guard.
+    """
+    hint = None if type(number) is int else getattr(getattr(number, "node", None), "hint", None)
+    return int(number if hint is None else hint)

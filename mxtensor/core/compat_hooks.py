@@ -295,6 +295,18 @@ def hook_model_state_dicts(load: Callable[[Function, Any, dict[str, Any], bool, 
     return True
 
 
+def around(call: Callable[..., Any]) -> Callable[[Function], Function]:
+    """For ``hook_method`` and ``hook_function``: what is replaced by it calls ``call(usual, *args, **kwargs)``."""
+
+    def wrap(usual: Function) -> Function:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return call(usual, *args, **kwargs)
+
+        return wrapped
+
+    return wrap
+
+
 def hook_method(kind: type, name: str, wrap: Callable[[Function], Function]) -> bool:
     """Replace a method of a class of torch or of another library by ``wrap(method)``. True if the class has it.
 

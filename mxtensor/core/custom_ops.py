@@ -7,13 +7,10 @@ launch. An op here must not return an input or a view of one, and has no gradien
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from .kernel import Spec
-from .plan import PLANS, Plan
 
 LIBRARY = torch.library.Library("mxtensor", "FRAGMENT")
 Op = Callable[..., Any]
@@ -39,17 +36,3 @@ def define(name: str) -> Callable[[Op], Op]:
 def fake_of(op: Any) -> Callable[[Op], Op]:
     """Make the decorated function what ``op`` does for fake tensors: results of its shapes and dtypes, no values."""
     return lambda function: torch.library.register_fake(op.name(), function, lib=LIBRARY)
-
-
-# ---------------------------------------------------------------------------------------------- repeated calls
-
-
-def launch_of(key: Hashable) -> tuple[bool, Callable[..., Any] | None]:
-    """Whether a call of this kind was seen, and the launch that ``cache_launch`` cached for it."""
-    plan = PLANS.get(key)
-    return (False, None) if plan is None else (True, plan.launch)
-
-
-def cache_launch(key: Hashable, spec: Spec, launch: Callable[..., Any] | None) -> None:
-    """Later calls of this kind run ``launch``; None: they run as the first one did."""
-    PLANS.put(key, Plan(spec, None, {}, launch))

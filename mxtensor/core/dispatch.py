@@ -22,7 +22,7 @@ OP_TABLE: dict[Any, Rule] = {}
 FALLBACK: list[Rule] = []
 """The one rule for every op that is not in OP_TABLE, entered by ``ops/fallback.py``."""
 VIEW_FALLBACK: list[Rule] = []
-"""The one rule for every op of a view that cuts blocks, entered by ``ops/view_writes.py``."""
+"""The one rule for every op of a view that cuts blocks, entered by ``ops/view.py``."""
 FUNCTION_TABLE: dict[Any, Rule] = {}
 """torch function -> rule(*args, **kwargs), for functions that a rule must see before aten decomposes them."""
 

@@ -41,7 +41,7 @@ def _is_wanted(t: Tensor) -> bool:
 
 def request_huge_pages(t: Tensor) -> None:
     """Have Linux back new memory of a CPU tensor with pages of 2 MB when it is written first. Not if it is small."""
-    if torch.compiler.is_compiling() or type(t) is not Tensor or t.nbytes < 2 * PAGE or not _is_wanted(t):
+    if torch.compiler.is_dynamo_compiling() or type(t) is not Tensor or t.nbytes < 2 * PAGE or not _is_wanted(t):
         return  # small ones first: each eager cast on a CPU comes here
     advise, start = _advise(), t.data_ptr()
     first, end = -(-start // PAGE), (start + t.nbytes) // PAGE

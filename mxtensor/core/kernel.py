@@ -1,13 +1,13 @@
-"""Kernel and Spec: a kernel either accepts a call or refuses it with a reason, a sentence.
+"""Kernel, Spec and Plan: a kernel accepts a call or refuses it with a reason, a sentence; a Plan is what was decided.
 
 Knows no tensor and no kernel. ``kernels/`` holds tuples of Kernel; ``select`` asks them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -34,7 +34,10 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """``refuses(spec, *operands)`` returns the reason for a refusal or None; ``run(*operands)`` does the work."""
+    """``refuses(spec, *operands)`` returns the reason for a refusal or None; ``run(*operands)`` does the work.
+
+    Both answers are about this kernel alone: ``select.decide`` compares kernels.
+    """
 
     name: str
     refuses: Callable[..., str | None]
@@ -43,9 +46,9 @@ class Kernel:
     """The type of the only device it runs on. Other devices are refused without a call of ``refuses``."""
     run_traced: Callable[..., Any] | None = None
     """Replaces ``run`` when the spec is traced: the same work as ops that a graph can hold."""
-    launch_for: Callable[..., Any] | None = None
-    """``launch_for(x, *operands)``: a launch for later calls that differ in the values of ``x`` only, or None if there
-    is none. ``launch(x)`` returns what the op returns for ``x``; it may hold addresses of the operands, no tensor."""
+    expected_us: Callable[..., float | None] | None = None
+    """``expected_us(spec, *operands)``: microseconds of a call that it accepts and whose sizes are known; None if no
+    model knows them."""
 
 
 def describe_operand(format: object, shape: object) -> str:
@@ -73,3 +76,73 @@ def elsewhere(wanted: str, device: str) -> str:
     if sentence is None:
         sentence = _ELSEWHERE[wanted, device] = f"runs on {wanted}, this tensor is on {device}"
     return sentence
+
+
+# -------------------------------------------------------------- plans, and the bounded cache of what a kind of call has
+
+# The first call of a kind asks the kernels and caches what they said. Inference, forward and backward passes share one
+# cache of plans. ``repeated.py`` keeps what later calls of a kind run in another cache of the same class.
+
+MAX_PLANS = 4096
+"""Entries that a cache holds; when there are more, the older half is dropped, and made again where it is needed."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """The kernel that a call runs, and why other kernels do not.
+
+    ``mx.Plan``, a format for each weight of a model, is another class (``convert/format_plan.py``).
+    """
+
+    spec: Spec
+    kernel: Kernel | None
+    """None: every kernel refuses."""
+    refusals: dict[str, str]
+    """Name of a kernel -> why it refuses or, if it accepts, the times that are expected of it and of the one that runs.
+    """
+
+
+Entry = TypeVar("Entry")
+_caches: list[Cache[Any]] = []
+
+
+class Cache(Generic[Entry]):
+    """Key -> entry. Keys are made of numbers, names and dtypes; no entry holds a tensor.
+
+    Threads may use it at once: each step is one atomic call of a dict, and an entry that another thread has dropped in
+    between is still right.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, Entry] = {}
+        self.get = self._entries.get
+        """The entry of a key; None if there is none."""
+        _caches.append(self)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, key: Hashable, entry: Entry) -> None:
+        """Cache ``entry``."""
+        self._entries[key] = entry
+        if len(self._entries) > MAX_PLANS:
+            for old in list(self._entries)[: MAX_PLANS // 2]:
+                self._entries.pop(old, None)
+
+    def values(self) -> list[Entry]:
+        """All entries."""
+        return list(self._entries.values())
+
+    def clear(self) -> None:
+        """Drop every entry."""
+        self._entries.clear()
+
+
+PLANS: Cache[Plan] = Cache()
+"""The plans of this process."""
+
+
+def forget_decisions() -> None:
+    """Empty all caches, after a change of something that refusals depend on, such as a table of launch configs."""
+    for cache in _caches:
+        cache.clear()

@@ -12,6 +12,31 @@ WEIGHT_ONLY = ("weightonly", "wo")
 MOST = 5
 """Candidates that a message lists."""
 
+_INTEGERS_OF_4 = "quantize_ takes 'mxfp4-weight-only' or 'nvfp4-weight-only': integers of 4 bits are not here"
+_ROWS = "'float8_row' has a scale for each row, of weights and of tokens"
+OF_PEERS = {
+    "nvfp4a16": "quantize_ takes 'nvfp4-weight-only'", "mxfp4a16": "quantize_ takes 'mxfp4-weight-only'",
+    "mxfp8a16": "quantize_ takes 'mxfp8-weight-only'", "mxfp6a16": "quantize_ takes 'mxfp6-weight-only'",
+    "w8a16": "quantize_ takes 'mxfp8-weight-only', 'mxint8-weight-only' or 'float8_row-weight-only'",
+    "fp8a16": "quantize_ takes 'float8_row-weight-only'",
+    **dict.fromkeys(("w4a4", "nvfp4a4", "mxfp4a4"), "'nvfp4' or 'mxfp4' is the format of weights and activations"),
+    **dict.fromkeys(("w4a8", "w4afp8", "mxfp4a8", "mxfp4mxfp8"), "quantize_ takes 'mxfp4-weight-mxfp8-activation'"),
+    **dict.fromkeys(("w8a8", "w8a8fp8", "w8a8int8"), "'float8_row', 'mxfp8' or 'mxint8' is for both operands"),
+    **dict.fromkeys(("fp8dynamic", "fp8perchannel", "ptpc", "rowwise", "perrow", "ptpcfp8"), _ROWS),
+    **dict.fromkeys(("fp8block", "fp8blockwise", "blockwise"), "quantize_ takes "
+                    "'float8_128x128-weight-float8_1x128-activation'"),
+    **dict.fromkeys(("tensorwise", "pertensor"), "'float8_tensor' has one scale for a tensor"),
+    **dict.fromkeys(("w4a16", "w4a16asym", "int4", "uint4", "nf4", "awq", "gptq", "hqq", "q4k", "q4km", "q4ks", "q40",
+                     "q41"), _INTEGERS_OF_4),
+    "q80": "quantize_ takes 'mxint8-weight-only'",
+    **dict.fromkeys(("bf16", "fp16", "bfp16", "fp32", "half", "torch.bfp16", "torch.fp16", "torch.fp32",
+                     "torch.fp64"), "it is not quantized: leave the layer out by filter_fn, and use .to(dtype)"),
+    **dict.fromkeys(("mxfp8rceil", "mxfp8floor", "mxfp8cublas", "mxfp8cublasrceil", "mxfp8emulated", "mxfp4cutlass"),
+                    "mx.ao.MXLinearConfig.from_recipe_name takes such names of torchao, for training"),
+    **dict.fromkeys(("mxfp8defaultcfg", "mxfp8cfg"), "'mxfp8' is the format"),
+}  # fmt: skip
+"""Name of a format or a scheme in other libraries, as ``key`` writes it -> what to do here."""
+
 
 def key(text: str) -> str:
     """``text`` in the form in which names are compared: ``"MX-FP8 e4m3"`` and ``"mxfloat8_E4M3"`` are one name."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from . import compat
-from .slab import Need, places
 
 aten = torch.ops.aten
 
@@ -24,6 +23,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.expand.default: Tensor.expand,
 }  # fmt: skip
 """Op -> a function of torch with the same arguments, which costs the host less than a call of the op."""
+PREPARE: dict[Any, Callable[[tuple[Any, ...]], tuple[Callable[..., Any], tuple[Any, ...]]]] = {}
+"""Op -> a function that is called once for its arguments, and gives another one with fewer arguments."""
 PLAIN = (int, float, bool, str, type(None))
 
 
@@ -202,6 +203,9 @@ class _Writer:
                 return
             shape, stride, dtype = node.geometry
             node = replace(node, args=(shape, stride), kwargs={"dtype": dtype} | node.kwargs)
+        if node.function in PREPARE:
+            function, args = PREPARE[node.function](node.args)
+            node = replace(node, function=function, args=args)
         given = [*map(self.text, node.args), *(f"{key}={self.text(v)}" for key, v in node.kwargs.items())]
         function = FUNCTIONS.get(node.function, node.function)
         target = _target(node.results, needed)
@@ -299,3 +303,41 @@ def program_of(
     namespace = dict(writer.names)
     exec(compile(source, "<mxtensor program>", "exec"), namespace)
     return Program(namespace["run"], source, device.index if device.type == "cuda" else None)
+
+
+# ------------------------------------------------- temporary memory: what is not needed at the same time shares a place
+
+ALIGNMENT = 512
+"""Bytes; that of torch's own allocations on a GPU."""
+
+
+class Need(NamedTuple):
+    """Memory that is needed from one step to another, both included."""
+
+    first: int
+    last: int
+    size: int
+    """bytes"""
+
+
+def places(needs: Sequence[Need]) -> tuple[list[int], int]:
+    """(bytes from the start of the allocation for each need, size of the allocation).
+
+    Each goes to the lowest place that is free of what is needed at the same time; larger ones first.
+    """
+    found: dict[int, int] = {}
+    for i in sorted(range(len(needs)), key=lambda i: (-needs[i].size, i)):
+        one = needs[i]
+        taken = sorted(
+            (found[j], found[j] + needs[j].size)
+            for j in found
+            if needs[j].first <= one.last and one.first <= needs[j].last
+        )
+        start = 0
+        for begin, end in taken:
+            if start + one.size <= begin:
+                break
+            start = max(start, -(-end // ALIGNMENT) * ALIGNMENT)
+        found[i] = start
+    total = max((found[i] + needs[i].size for i in found), default=0)
+    return [found[i] for i in range(len(needs))], total

@@ -47,6 +47,16 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+def _shares_memory(t: Tensor, base: Tensor) -> bool:
+    """Whether ``t``, the result of an op that may give a view of ``base``, is one.
+
+    ``contiguous``, ``reshape`` and ``to`` give a view or a copy. A recorder sees these ops themselves below autograd,
+    where a custom op of a compiled graph runs: torch takes them apart above it. The address of a copy says nothing
+    about the address of another call's copy.
+    """
+    return t.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+
+
 class Recorder(compat.dispatch_mode):
     """Notes the ops of one thread, as nodes of a program."""
 
@@ -64,7 +74,7 @@ class Recorder(compat.dispatch_mode):
         """The value of a tensor that has just been made, maybe as a view of ``base``."""
         at = len(self._alive)
         value = Value(at, at, 0)
-        if base is not None:
+        if base is not None and _shares_memory(t, base):
             root = self._values[id(base)]
             value = Value(at, root.root, root.offset + t.data_ptr() - base.data_ptr())
         self._alive.append(t)
@@ -105,9 +115,10 @@ class Recorder(compat.dispatch_mode):
         if func in ALLOCATIONS:
             self.nodes.append(Node.allocation(self._new(out), out))
             return out
-        base = args[0] if func.is_view and isinstance(args[0], Tensor) else None
-        if isinstance(out, Tensor) and (base is not None or func is aten._unsafe_view.default):
-            self._view(args[0], out, func, *given)
+        may_view = func.is_view or func is aten._unsafe_view.default
+        base = args[0] if may_view and isinstance(args[0], Tensor) else None
+        if isinstance(out, Tensor) and base is not None and _shares_memory(out, base):
+            self._view(base, out, func, *given)
         else:
             self.nodes.append(Node(func, *given, self._results(out, base), pure=func.is_view))
         return out

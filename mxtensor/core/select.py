@@ -1,10 +1,14 @@
-"""Choosing a kernel: the first of a tuple that accepts, unless ``kernels()`` or a recipe names one.
+"""Choosing a kernel: the one with the smallest expected time, unless ``kernels()`` or a recipe names one.
+
+A tuple of kernels is in the order of their usual speed. It decides between kernels whose time no model knows: such a
+kernel is taken to be slower than those before it and faster than those after it.
 
 ``decide`` asks the kernels, ``plan_for`` caches the answer, ``perform`` logs it and runs the kernel.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,8 +18,7 @@ import torch
 from . import names
 from .arguments import described
 from .explain import LOGS, Log, measure, record, use_log
-from .kernel import Kernel, Spec, describe, elsewhere
-from .plan import PLANS, Plan
+from .kernel import PLANS, Kernel, Plan, Spec, describe, elsewhere
 from .scopes import Scopes
 
 KERNEL_NAMES: set[str] = set()
@@ -45,10 +48,16 @@ def kernels(name: str) -> Iterator[None]:
 
 
 def decide(candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: str | None = None) -> Plan:
-    """Ask the candidates in order until one accepts. Nothing is cached or logged."""
+    """Ask the candidates in order until one accepts without an expected time, and take the fastest of those that have
+    one; of equals, the first. Nothing is cached or logged.
+
+    Sizes that torch.compile does not know have no expected time.
+    """
     forced = forced_kernel() or prefer if candidates and candidates[0].name in KERNEL_NAMES else None
     refusals: dict[str, str] = {}
-    device = spec.device.type
+    expected: dict[str, float] = {}
+    fastest, least = None, math.inf
+    device, has_times = spec.device.type, all(type(size) is int for shape in spec.shapes for size in shape)
     for kernel in candidates:
         if forced is not None and kernel.name != forced:
             refusals[kernel.name] = f"{forced!r} was asked for"
@@ -57,10 +66,21 @@ def decide(candidates: tuple[Kernel, ...], spec: Spec, *operands: Any, prefer: s
             refusals[kernel.name] = elsewhere(kernel.device, device)
             continue
         reason = kernel.refuses(spec, *operands)
-        if reason is None:
-            return Plan(spec, kernel, refusals)
-        refusals[kernel.name] = reason
-    return Plan(spec, None, refusals)
+        if reason is not None:
+            refusals[kernel.name] = reason
+            continue
+        us = kernel.expected_us(spec, *operands) if has_times and kernel.expected_us is not None else None
+        if us is None:
+            fastest = fastest or kernel
+            break
+        expected[kernel.name] = us
+        if us < least:
+            fastest, least = kernel, us
+    if fastest is not None and not torch.compiler.is_dynamo_compiling():  # nothing is logged there
+        for name, us in expected.items():
+            if name != fastest.name:
+                refusals[name] = f"{us:.1f} us expected, {fastest.name} {least:.1f} us"
+    return Plan(spec, fastest, refusals)
 
 
 def plan_for(
@@ -81,12 +101,7 @@ def plan_for(
     return plan
 
 
-def forget_decisions() -> None:
-    """Drop all plans, after a change of something that refusals depend on, such as a table of launch configs."""
-    PLANS.clear()
-
-
-def _accepted(plan: Plan) -> Kernel:
+def accepted(plan: Plan) -> Kernel:
     """The kernel of a plan. Raises NotImplementedError with every refusal if there is none."""
     if plan.kernel is not None:
         return plan.kernel
@@ -103,7 +118,7 @@ def perform(
     RuntimeError that names the kernel and its operands.
     """
     plan = plan_for(candidates, spec, *operands, prefer=prefer, facts=facts)
-    kernel = _accepted(plan)
+    kernel = accepted(plan)
     entry = record(spec, kernel.name, plan.refusals)
     if spec.traced:
         return (kernel.run_traced or kernel.run)(*operands)
@@ -124,7 +139,7 @@ def perform(
 
 
 def is_observed() -> bool:
-    """Whether there is an enclosing ``explain()`` or ``kernels()``: then no launch of a plan is used."""
+    """Whether there is an enclosing ``explain()`` or ``kernels()``: then each call decides and logs."""
     if _forced.latest() is None and LOGS.latest() is None:
         return False
     return _forced.get() is not None or LOGS.get() is not None

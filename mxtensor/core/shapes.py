@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
+import torch
 from torch import Tensor
+
+from .compat import jagged_like, ragged_dim
 
 
 def as_matrix(t: Tensor) -> Tensor:
@@ -58,3 +61,30 @@ def readable_size(nbytes: int) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:.4g} GiB"
+
+
+# ---------------------------------------------------------------------------- nested tensors as the rows that they hold
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """The rows (..., K) of a nested tensor, those of all its parts together.
+
+    Raises ValueError where the last dimension is the one that differs in length.
+    """
+    if x.layout is not torch.jagged:
+        return torch.cat(x.unbind())
+    if ragged_dim(x) == x.dim() - 1:
+        raise ValueError(
+            f"the last dimension of a nested tensor {tuple(x.shape)} differs in length, so that it has no rows of one "
+            "size; transpose it first"
+        )
+    return x.values()
+
+
+def over_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function``, which maps rows (..., K) to rows (..., N), of all rows of a nested tensor; nested as ``x`` is."""
+    rows = function(rows_of(x))
+    if x.layout is torch.jagged:
+        return jagged_like(x, rows)
+    lengths = [part.shape[0] for part in x.unbind()]
+    return torch.nested.as_nested_tensor(list(rows.split(lengths)), layout=torch.strided)

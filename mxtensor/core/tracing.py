@@ -25,8 +25,12 @@ def refuse_jit_trace(what: str) -> None:
 
 
 def is_traced(*tensors: torch.Tensor | None) -> bool:
-    """Whether these tensors are being traced (or have no values at all) rather than computed."""
-    if torch.compiler.is_compiling() or is_jit_tracing():
+    """Whether these tensors are being traced (or have no values at all) rather than computed.
+
+    ``torch.compiler.is_compiling()`` is not asked: since torch 2.13 it is true for all threads while one compiles.
+    Outside of Dynamo a trace has modes, and tensors of other types.
+    """
+    if torch.compiler.is_dynamo_compiling() or is_jit_tracing():
         return True
     modes = dispatch_mode_count()
     if modes and modes > (active() is not None):  # a recorder sees ops, and traces nothing

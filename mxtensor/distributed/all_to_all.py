@@ -24,13 +24,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.arguments import DENSE, FLAG, check, described, is_integers
-from ..core.autograd import differentiable_once
+from ..core.autograd import differentiable_once, without_autocast
 from ..core.compat import disable_torch_function
 from ..core.explain import record
 from ..core.kernel import Spec
 from ..core.select import dispatch_context, restore_context
-from ..core.torch_autocast import without_autocast
-from ..kernels.quantize.select import dequantize_operand, quantize_operand
+from ..kernels.quantize.choose_cast import dequantize_operand, quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.formats import Rounding, ScaleCalculationMode
 from ..numerics.operand import Operand
@@ -171,7 +170,7 @@ class Dispatched:
     tokens: Tensor
     """(R, K): sorted by expert, then by rank, then as they are on their rank."""
     counts: Tensor
-    """int64 (experts of this rank,): the rows of each expert, such as the ``m_splits`` of ``mx.nn.GroupedLinear``."""
+    """int64 (experts of this rank,): the rows of each expert, such as the ``m_splits`` of ``te.GroupedLinear``."""
     ends: Tensor
     """int32 (experts of this rank,): where the rows of each expert end, such as the ``offs`` of ``F.grouped_mm``."""
     routes: Routes

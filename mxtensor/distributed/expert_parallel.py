@@ -22,13 +22,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..core.arguments import FLAG, check
 from ..core.local import local_of
-from ..kernels.permute.reference import rows_of_index
-from ..kernels.permute.select import choices_of_rows
+from ..kernels.permute.choose_permutation import choices_of_rows
+from ..kernels.permute.definition import rows_of_index
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from ..training.experts import GATHERED
-from ..training.histories import OWNER, owner_of
-from ..training.permutation import merged, permuted
+from ..training.delayed_scaling import OWNER, owner_of
+from ..training.grouped import GATHERED, merged, permuted
 from ..training.training_weight import TrainingWeight
 from .all_to_all import combine_tokens, dispatch_tokens
 

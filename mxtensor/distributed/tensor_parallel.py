@@ -5,7 +5,7 @@
 A parameter becomes a DTensor, as with torch's styles. Its local tensor still carries the recipe, and the layer
 multiplies by the local tensor (torch's own styles decompose the product before the recipe applies). With
 ``input_layouts=Shard(1)``, sequence parallelism, a column-wise layer gathers its input as codes and scales if the
-recipe allows it (``all_gather_linear.py``).
+recipe allows it (``split_linear.py``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import parallel as torch_parallel
 
 from ..core.arguments import FLAG, check, instance, optional
+from ..core.autograd import autocast_dtype
 from ..core.local import local_of
-from ..core.torch_autocast import autocast_dtype
 from ..numerics.formats import Format, Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from ..training.fake_quantized_linear import FakeQuantizedLinear
+from ..training.prepared_linear import FakeQuantizedLinear
 from ..training.training_weight import TrainingWeight
-from .all_gather_linear import gathered_linear, reason_for_values
-from .shared_scale import split_linear
+from .split_linear import gathered_linear, reason_for_values, split_linear
 
 
 def _linear_recipe(weight: Any) -> LinearRecipe | None:
@@ -151,7 +150,7 @@ PLACEMENT = optional(instance(Placement, "a placement of torch.distributed.tenso
 
 
 def _of_other_modules(style: Any, module: nn.Module, mode: str, mesh: DeviceMesh) -> nn.Module | None:
-    """``module`` split by its own method, as those of ``mx.nn`` have it; None for torch's modules."""
+    """``module`` split by its own method, as those of ``mxtensor.te`` have it; None for torch's modules."""
     split = getattr(module, "split_by_style", None)
     return None if split is None else split(style, mode, mesh)
 
@@ -174,9 +173,9 @@ class ColwiseParallel(_Style, torch_parallel.ColwiseParallel):
 
     ``input_layouts``: Replicate() (default), or Shard(dim) of a dimension of tokens, which is gathered: as codes and
     scales if ``explain()`` names the gather "quantized". Takes training weights (``quantize_`` with a recipe), frozen
-    MXTensors, layers that ``QATConfig`` has prepared, and plain weights; embeddings are torch's. ``parallelize_module``
+    MXTensors, layers that ``quantize_`` has prepared, and plain weights; embeddings are torch's. ``parallelize_module``
     raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for delayed scaling and
-    float8 with one scale per row. Also takes ``mx.nn.Linear`` and ``mx.nn.LayerNormLinear``, whose recipe ``autocast``
+    float8 with one scale per row. Also takes ``te.Linear`` and ``te.LayerNormLinear``, whose recipe ``autocast``
     gives.
     """
 
@@ -212,7 +211,7 @@ class RowwiseParallel(_Style, torch_parallel.RowwiseParallel):
 
     The partial results are summed in their dtype, as in torch's style, and the bias is added once after that.
     ``parallelize_module`` raises ValueError for a layer whose parts are not whole blocks, and NotImplementedError for
-    delayed scaling and float8 with one scale per row. Also takes ``mx.nn.Linear``, whose recipe ``autocast`` gives.
+    delayed scaling and float8 with one scale per row. Also takes ``te.Linear``, whose recipe ``autocast`` gives.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -1,20 +1,25 @@
 """Other libraries that this package registers with. This file says which of the others is imported, and when:
 
-- transformers: its registries of quantizers (``transformers.py``, ``transformers_load.py``) and of attention
-  (``attention.py``), heads of another size (``resized_heads.py``), ``save_pretrained.py``, the KV cache (``kv_*.py``);
-- peft: adapters that change weights when they are made (``peft_inits.py``), merged ones (``peft_merges.py``) and saved
-  ones (``peft.py``);
+- transformers: its registry of quantizers (start with ``transformers.py``; ``transformers_load.py`` has the tensors on
+  their way), of attention (``attention.py``), what its models and its Trainer do with codes
+  (``transformers_models.py``), the KV cache (``kv_cache.py``, then ``kv_storage.py`` and ``kv_tensor.py``), compiled
+  steps of ``generate`` on a CPU (``decoding.py``);
+- peft: adapters on quantized weights that are made, merged and saved (``peft.py``);
 - accelerate: its function that puts a tensor into a module (``accelerate.py``);
 - sentence-transformers: the modules that it saves (``sentence_transformers.py``).
+
+Methods of these libraries are wrapped where they have no public event for what is needed; each file says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
+from ..core.peer_names import refuse_arguments
 from ..core.when_imported import after_import
 
 
@@ -29,7 +34,8 @@ class TransformersConfig:
     ``config.json``. Raises ValueError for an unknown format; warns if ``include_head`` finds no head.
     """
 
-    def __new__(cls, format: str, skip: Sequence[str] = (), include_head: bool = False) -> Any:
+    def __new__(cls, format: str, skip: Sequence[str] = (), include_head: bool = False, **others: Any) -> Any:
+        refuse_arguments("TransformersConfig", others)
         try:
             module = import_module(".transformers", __name__)
         except ImportError as error:
@@ -39,39 +45,26 @@ class TransformersConfig:
         return module.MXQuantizationConfig(format, skip, include_head)
 
 
-def _register() -> None:
+HOOKS = (
+    ("transformers.quantizers.auto", ".transformers", None),
+    ("transformers.modeling_utils", ".attention", "install"),
+    ("transformers.modeling_utils", ".transformers_models", "install"),
+    ("transformers.trainer", ".transformers_models", "install_trainer"),
+    ("peft.utils.other", ".peft", "install_copies"),
+    ("peft.tuners.tuners_utils", ".peft", "install"),
+    ("peft.peft_model", ".peft", "install_saving"),
+    ("accelerate.hooks", ".accelerate", "install"),
+    ("sentence_transformers.base.modules.module", ".sentence_transformers", "install"),
+)
+"""(module of another library, the file here that is imported after it, its function that gets the module)"""
+
+
+def _import(peer: str, name: str, install: str | None) -> None:
     with suppress(ImportError):  # a transformers before version 5 works as if this package did not know it
-        import_module(".transformers", __name__)
+        own = import_module(name, __name__)
+        if install is not None:
+            getattr(own, install)(import_module(peer))
 
 
-def _extend_models() -> None:
-    with suppress(ImportError):
-        import_module(".attention", __name__).install()
-    for name in (".resized_heads", ".save_pretrained"):
-        with suppress(ImportError):
-            import_module(name, __name__).install(import_module("transformers.modeling_utils"))
-
-
-def _watch_merges() -> None:
-    import_module(".peft", __name__).install(import_module("peft.tuners.tuners_utils"))
-
-
-def _save_values() -> None:
-    import_module(".peft", __name__).install_saving()
-
-
-def _save_modules() -> None:
-    name = "sentence_transformers.base.modules.module"
-    import_module(".sentence_transformers", __name__).install(import_module(name))
-
-
-def _keep_recipes() -> None:
-    import_module(".accelerate", __name__).install()
-
-
-after_import("transformers.quantizers.auto", _register)
-after_import("transformers.modeling_utils", _extend_models)
-after_import("peft.tuners.tuners_utils", _watch_merges)
-after_import("peft.peft_model", _save_values)
-after_import("accelerate.hooks", _keep_recipes)
-after_import("sentence_transformers.base.modules.module", _save_modules)
+for hook in HOOKS:
+    after_import(hook[0], partial(_import, *hook))

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.compat_hooks import hook_function
+from ..core.compat_hooks import around, hook_function
 from ..tensor.mxtensor import MXTensor
-from ..training.delayed_scaling import DelayedState
-from ..training.histories import LOADED, STATE
+from ..training.delayed_scaling import LOADED, STATE, DelayedState
 from ..training.state_dict import EXTRA_STATE, with_recipe
 from ..training.training_weight import TrainingWeight
 
@@ -25,54 +24,52 @@ FSDP_MODULES = ("accelerate.utils.fsdp_utils", "accelerate.utils")
 """The same for ``fsdp2_load_full_state_dict``."""
 
 
-def install() -> None:
+def install(hooks: Any) -> None:
     """Let ``set_module_tensor_to_device`` make training weights of plain values, and move histories."""
-    hook_function(MODULES, "set_module_tensor_to_device", _with_recipes)
-    hook_function(FSDP_MODULES, "fsdp2_load_full_state_dict", _of_values)
+    hook_function(MODULES, "set_module_tensor_to_device", around(_set_tensor))
+    hook_function(FSDP_MODULES, "fsdp2_load_full_state_dict", around(_load_full_state_dict))
 
 
-def _with_recipes(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper of ``set_module_tensor_to_device``."""
+def _set_tensor(
+    usual: Callable[..., Any],
+    module: nn.Module,
+    tensor_name: str,
+    device: Any,
+    value: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """``set_module_tensor_to_device``."""
+    path, _, leaf = tensor_name.rpartition(".")
+    parameters = module.get_submodule(path)._parameters
+    if leaf == EXTRA_STATE and any(isinstance(p, TrainingWeight) for p in parameters.values()):
+        raise NotImplementedError(
+            f"{tensor_name} of this checkpoint has the amax histories of delayed scaling, and accelerate puts only "
+            "parameters and buffers on the devices of a device_map: call load_checkpoint_in_model(model, "
+            "checkpoint) without one, and then dispatch_model(model, device_map)"
+        )
+    old = parameters.get(leaf)
+    if isinstance(old, TrainingWeight):
+        value = with_recipe(value, old)
+    usual(module, tensor_name, device, value, *args, **kwargs)
+    new = parameters.get(leaf)
+    for name, history in (_histories(old) | _histories(new)).items():
+        setattr(new, name, history)
 
-    def set_module_tensor_to_device(
-        module: nn.Module, tensor_name: str, device: Any, value: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        path, _, leaf = tensor_name.rpartition(".")
-        parameters = module.get_submodule(path)._parameters
-        if leaf == EXTRA_STATE and any(isinstance(p, TrainingWeight) for p in parameters.values()):
+
+def _load_full_state_dict(
+    usual: Callable[..., Any], accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """``fsdp2_load_full_state_dict``, by which rank 0 sends the whole tensors of a model to the others: they would wait
+    for values where it sends codes."""
+    for name, value in full_sd.items():
+        if isinstance(value, MXTensor):
             raise NotImplementedError(
-                f"{tensor_name} of this checkpoint has the amax histories of delayed scaling, and accelerate puts only "
-                "parameters and buffers on the devices of a device_map: call load_checkpoint_in_model(model, "
-                "checkpoint) without one, and then dispatch_model(model, device_map)"
+                f"cpu_ram_efficient_loading sends values from rank 0 to the others, and {name} is an MXTensor in "
+                f"{value.format}; set cpu_ram_efficient_loading=False (fsdp_cpu_ram_efficient_loading: false), and "
+                "load the quantized model on every rank"
             )
-        old = parameters.get(leaf)
-        if isinstance(old, TrainingWeight):
-            value = with_recipe(value, old)
-        usual(module, tensor_name, device, value, *args, **kwargs)
-        new = parameters.get(leaf)
-        for name, history in (_histories(old) | _histories(new)).items():
-            setattr(new, name, history)
-
-    return set_module_tensor_to_device
-
-
-def _of_values(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper of ``fsdp2_load_full_state_dict``, by which rank 0 sends the whole tensors of a model to the others:
-    they would wait for values where it sends codes."""
-
-    def fsdp2_load_full_state_dict(
-        accelerator: Any, model: nn.Module, full_sd: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        for name, value in full_sd.items():
-            if isinstance(value, MXTensor):
-                raise NotImplementedError(
-                    f"cpu_ram_efficient_loading sends values from rank 0 to the others, and {name} is an MXTensor in "
-                    f"{value.format}; set cpu_ram_efficient_loading=False (fsdp_cpu_ram_efficient_loading: false), and "
-                    "load the quantized model on every rank"
-                )
-        return usual(accelerator, model, full_sd, *args, **kwargs)
-
-    return fsdp2_load_full_state_dict
+    return usual(accelerator, model, full_sd, *args, **kwargs)
 
 
 def _histories(p: Tensor | None) -> dict[str, Any]:

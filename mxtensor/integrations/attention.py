@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels.attention.select import op_of_values
+from ..kernels.attention.choose_attention import op_of_values
 
 NAME = "mxtensor"
 UNUSUAL = "cache", "softcap", "output_attentions"
@@ -67,7 +67,7 @@ def _op(
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return None
-    if torch.compiler.is_compiling():  # a pass of the compiler puts the op there
+    if torch.compiler.is_dynamo_compiling():  # a pass of the compiler puts the op there
         return None
     return op_of_values(query, key, value, mask)
 
@@ -94,7 +94,7 @@ def mask_of(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
     return sdpa_mask(*args, config=config, **kwargs)
 
 
-def install() -> None:
-    """Register it under its name."""
+def install(models: Any) -> None:
+    """Register it under its name in the registries of transformers, whose ``modeling_utils`` is imported."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_of)

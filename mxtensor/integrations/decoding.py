@@ -7,17 +7,18 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 
-from ..compile.cpu_graphs import CpuGraph, ReplacedError, backend
+from ..compile.cpu_graphs import CpuGraph, ReplacedError, backend, kind_of
 from ..compile.cpu_recording import joined, same
 from ..core.arguments import described
 from ..core.compat_dynamo import compiled_alone, compiler_errors, exceeds_limit, traced_as_symbols
-from .module_attributes import attributes_of
+from ..core.progress import clock
+from ..core.tracing import is_traced
 
 ModelT = TypeVar("ModelT", bound=Any)
 Step = Callable[[Callable[..., Any], Mapping[str, Any]], Any]
@@ -25,6 +26,10 @@ COUNT = r".*\.cumulative_length_int$"
 """What Dynamo calls the count of tokens, in Python, of a static layer with a sliding window: each step changes it."""
 MOST_STATES = 8
 """For so many different attributes of the modules, such as adapters in use, a model has compiled steps at a time."""
+LEFT_OUT = "_modules", "_previous_max_cache_length"
+"""The attribute of a module with its modules, which are listed by themselves, and one that ``generate`` writes for its
+next call: it changes with each larger cache, and no step reads it."""
+CONSTANTS = int, float, str, bytes, type(None), torch.dtype, torch.device
 
 
 def compile_decoding(model: ModelT) -> ModelT:
@@ -37,10 +42,11 @@ def compile_decoding(model: ModelT) -> ModelT:
         model.generate(**inputs, cache_implementation="static", max_cache_len=1024)
 
     The first batch size and size of the cache have a graph, the second ones a graph for any. Models with windows have
-    two, for steps before and after the windows are full. A graph takes torch some ten seconds at its first step.
-    Prompts, the first call with each cache, and steps with other caches stay eager; so do steps that torch cannot
-    compile, with a UserWarning. Threads may share a model: their steps take turns. On a GPU transformers compiles the
-    steps of a static cache by itself; this changes nothing there.
+    two, for steps before and after the windows are full. A graph takes torch some ten seconds at its first step, and
+    minutes on a busy processor; a clock says so on standard error. Prompts, the first call with each cache, and steps
+    with other caches stay eager; so do steps that torch cannot compile, with a UserWarning. Threads may share a model:
+    their steps take turns. On a GPU transformers compiles the steps of a static cache by itself; this changes nothing
+    there.
 
     A graph belongs to this model as it is: torch does not check the properties of its modules before each step, which
     takes 2 of 12 ms for the 30 layers of SmolLM2. Steps are compiled again when a module was replaced, or a parameter
@@ -76,6 +82,10 @@ class Decoding:
         self.model, self.own = model, own
         self._lock = threading.RLock()
         self._step_of: weakref.WeakKeyDictionary[Any, Step | None] = weakref.WeakKeyDictionary()
+        self._says = (
+            f"compile_decoding: torch compiles the steps of {type(model).__name__}, once for each kind of cache; this "
+            "takes some ten seconds, and minutes on a busy processor"
+        )
         self._forget()
 
     def _forget(self) -> None:
@@ -96,7 +106,7 @@ class Decoding:
         if len(self._steps) == MOST_STATES:
             self._forget()
         skip = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-        step = compiled_alone(_step, backend=backend(self.graphs), options={"guard_filter_fn": skip})
+        step = compiled_alone(_step, backend=backend(self.graphs, self._says), options={"guard_filter_fn": skip})
         self._steps.append((attributes, step))
         return step
 
@@ -127,7 +137,7 @@ class Decoding:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         eager = self._eager()
-        if torch.compiler.is_compiling():
+        if is_traced(kwargs.get("input_ids")):
             return eager(*args, **kwargs)
         cache = _fixed_cache(kwargs)
         if cache is None or args or torch.is_grad_enabled():
@@ -149,7 +159,9 @@ class Decoding:
         step = self._chosen_step() if chosen is None else chosen
         self._step_of[cache] = step
         try:
-            with nullcontext() if chosen else traced_as_symbols(COUNT):
+            if chosen:
+                return step(eager, kwargs)
+            with traced_as_symbols(COUNT), clock(self._says):  # torch may compile here, and later for windows
                 return step(eager, kwargs)
         except (KeyError, AttributeError):
             if self._parameter_names() == self._names:  # otherwise the compiled step misses one
@@ -170,6 +182,43 @@ class Decoding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Decoding, (self.model, self.own)
+
+
+def attributes_of(model: torch.nn.Module) -> list[Any]:
+    """What the code of a model reads beside modules and values: kinds of tensors, adapters in use, hooks, the config.
+
+    To be compared by ``==`` with those of another time. Numbers and names are compared by value, also in containers and
+    in configs of transformers; tensors by what a compiled graph takes to be the same; other objects by identity.
+    """
+    from transformers import PreTrainedConfig
+
+    seen: set[int] = set()  # ids of containers: a config belongs to many modules, and a list may have itself
+
+    def frozen(value: Any) -> Any:
+        """A copy, which does not change when the value does."""
+        if isinstance(value, CONSTANTS):
+            return value
+        if isinstance(value, torch.Tensor):
+            return kind_of(value)
+        if isinstance(value, MethodType):  # a new object each time
+            return frozen(value.__func__), id(value.__self__), value.__self__
+        items: Collection[tuple[Any, Any]]
+        if isinstance(value, (dict, PreTrainedConfig)):
+            items = (value if isinstance(value, dict) else vars(value)).items()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            items = list(enumerate(value))
+        else:
+            return id(value), value  # equal for the same object only: == is not asked where ids differ
+        if not items or id(value) in seen:
+            return type(value)
+        seen.add(id(value))
+        return type(value), [(name, frozen(each)) for name, each in items]
+
+    found: list[Any] = []
+    for module in model.modules():
+        found.append(type(module))
+        found += [(name, frozen(value)) for name, value in vars(module).items() if name not in LEFT_OUT]
+    return found
 
 
 def _dicts(model: Any, kind: str) -> list[dict[str, Any]]:

@@ -1,14 +1,15 @@
-"""CachedTokens: a tensor of a cache, which attention reads in codes and every other op as values.
+"""What attention gets from ``mx.KVCache``: keys or values that it reads in codes, and every other op as values.
 
 ``F.scaled_dot_product_attention`` of two of them runs the kernels of ``kernels/attention``. The three calls by which
 transformers repeats heads of keys for groups of queries (index with None, ``expand``, ``reshape``) repeat nothing: the
-kernels take fewer heads of keys than of queries.
+kernels take fewer heads of keys than of queries. ``CachedTokens`` is a tensor; ``TracedTokens`` takes its place while
+Dynamo traces a step with a static cache, because a graph can hold tensors of torch only.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,57 +18,64 @@ from torch import Tensor
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass, tree_map_only
 from ..core.compat_compile import run_rules_uncompiled
 from ..core.shapes import contiguous_stride
-from ..kernels.attention.select import attention
-from ..kernels.attention.spec import AttentionArgs, Tokens
-from ..kernels.quantize.select import dequantize_operand
+from ..kernels.attention.arguments import AttentionArgs, Tokens
+from ..kernels.attention.choose_attention import attention, traced_attention
+from ..kernels.quantize.choose_cast import dequantize_operand
 
 EVERYTHING = slice(None)
+ViewT = TypeVar("ViewT", bound="_View")
 
 
-def decoded(tokens: Tokens, center: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values of keys or values, (batch, heads, tokens, head size); ``center`` is added to all tokens."""
-    codes = dequantize_operand(tokens.codes.map_blocks(Tensor.contiguous, tokens.codes.shape), torch.float32)
-    values = torch.cat((tokens.first, codes), 2)
-    return (values if center is None else values + center).to(dtype)
+class _View:
+    """Keys or values of a layer, (batch, heads * repeats, tokens, head size): a view of the cache, until it changes.
 
-
-def with_repeated_heads(values: Tensor, repeats: int, shape: torch.Size) -> Tensor:
-    """``values`` with each head repeated; ``shape`` has a dimension for the repeats between two calls of transformers
-    that repeat heads."""
-    if len(shape) == 5:
-        return values[:, :, None].expand(shape)
-    return values if repeats == 1 else values.repeat_interleave(repeats, 1)
-
-
-class CachedTokens(Tensor):
-    """Keys or values of a layer, (batch, heads, tokens, head size): a view of the cache, until it changes.
-
-    ``dequantize()`` gives the values. After heads are repeated, the shape is (batch, heads * repeats, tokens, size).
+    ``center`` is added to all tokens, (batch, heads, 1, head size); attention over keys does not need it. ``grouped``:
+    (batch, heads, repeats, tokens, head size), between two of the calls that repeat heads.
     """
 
     tokens: Tokens
     center: Tensor | None
-    """What is added to all tokens, (batch, heads, 1, head size); attention over keys does not need it."""
+    dtype: torch.dtype
     repeats: int
+    grouped: bool
+
+    def like(self: ViewT, tokens: Tokens | None = None, repeats: int | None = None, grouped: bool = False) -> ViewT:
+        """The same with other tokens, with heads repeated, or with a dimension for repeats."""
+        tokens = self.tokens if tokens is None else tokens
+        kind: Any = type(self)
+        view: ViewT = kind(tokens, self.center, self.dtype, self.repeats if repeats is None else repeats, grouped)
+        return view
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values in ``dtype`` (default: that of the model)."""
+        tokens, dtype = self.tokens, self.dtype if dtype is None else dtype
+        codes = dequantize_operand(tokens.codes.map_blocks(Tensor.contiguous, tokens.codes.shape), torch.float32)
+        values = torch.cat((tokens.first, codes), 2)
+        values = (values if self.center is None else values + self.center).to(dtype)
+        if self.grouped:
+            return values[:, :, None].expand(_shape(tokens, self.repeats, True))
+        return values if self.repeats == 1 else values.repeat_interleave(self.repeats, 1)
+
+
+def _shape(tokens: Tokens, repeats: int, grouped: bool) -> torch.Size:
+    batch, heads, *rest = tokens.shape
+    return torch.Size((batch, heads, repeats, *rest) if grouped else (batch, heads * repeats, *rest))
+
+
+class CachedTokens(_View, Tensor):
+    """A view of keys or values as a tensor: ``dequantize()`` gives the values."""
 
     @staticmethod
     def __new__(
-        cls, tokens: Tokens, center: Tensor | None, dtype: torch.dtype, repeats: int = 1, size: Any = None
+        cls, tokens: Tokens, center: Tensor | None, dtype: torch.dtype, repeats: int = 1, grouped: bool = False
     ) -> CachedTokens:
-        """``size``: (batch, heads, repeats, tokens, head size) between two calls that repeat heads."""
-        batch, heads, count, length = tokens.shape
-        size = (batch, heads * repeats, count, length) if size is None else tuple(size)
+        size = _shape(tokens, repeats, grouped)
         self: CachedTokens = make_wrapper_subclass(
             cls, size, strides=contiguous_stride(size), storage_offset=0, dtype=dtype, device=tokens.first.device,
             requires_grad=False,
         )  # fmt: skip
-        self.tokens, self.center, self.repeats = tokens, center, repeats
+        self.tokens, self.center, self.repeats, self.grouped = tokens, center, repeats, grouped
         return self
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values in ``dtype`` (default: that of the model)."""
-        values = decoded(self.tokens, self.center, self.dtype if dtype is None else dtype)
-        return with_repeated_heads(values, self.repeats, self.shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CachedTokens(shape={tuple(self.shape)}, format={self.tokens.codes.format}, dtype={self.dtype})"
@@ -93,74 +101,98 @@ class CachedTokens(Tensor):
         return func(*args, **kwargs)
 
 
-def first_of(index: Any, count: int) -> int | None:
-    """n, if ``index`` takes the first n of ``count`` tokens and nothing else, such as ``x[:, :, :n, :]``."""
-    if type(index) is not tuple or len(index) not in (3, 4) or any(type(i) is not slice for i in index):
+class TracedTokens(_View):
+    """CachedTokens of a compiled graph: it has the ops that these methods call."""
+
+    def __init__(
+        self, tokens: Tokens, center: Tensor | None, dtype: torch.dtype, repeats: int = 1, grouped: bool = False
+    ) -> None:
+        self.tokens, self.center, self.dtype, self.repeats, self.grouped = tokens, center, dtype, repeats, grouped
+
+    @property
+    def shape(self) -> torch.Size:
+        """As of a tensor."""
+        return _shape(self.tokens, self.repeats, self.grouped)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = _index(self, index)
+        return self.dequantize()[index] if found is None else found
+
+    def expand(self, *size: Any) -> Any:
+        """As of a tensor: repeats heads between an index with None and ``reshape``."""
+        found = _expand(self, *size)
+        return self.dequantize().expand(*size) if found is None else found
+
+    def reshape(self, *size: Any) -> Any:
+        """As of a tensor: joins heads and their repeats."""
+        found = _reshape(self, *size)
+        return self.dequantize().reshape(*size) if found is None else found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dequantize(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = _attention(*args, **kwargs) if func is F.scaled_dot_product_attention else None
+        if found is not None:
+            return found
+        plain = [x.dequantize() if isinstance(x, TracedTokens) else x for x in (*args, *kwargs.values())]
+        return func(*plain[: len(args)], **dict(zip(kwargs, plain[len(args) :], strict=True)))
+
+
+# Rules: each returns None where it has nothing to say, and the values are read.
+
+
+def _index(x: Any, index: Any) -> Any:
+    """``x`` with a dimension for repeats (``x[:, :, None, :, :]``), or its first tokens (``x[:, :, :n, :]``)."""
+    if not isinstance(x, _View) or x.grouped or type(index) is not tuple or len(index) not in (3, 4, 5):
         return None
-    tokens, others = index[2], index[:2] + index[3:]
-    if any(i != EVERYTHING for i in others) or tokens.start not in (None, 0) or tokens.step not in (None, 1):
+    if any(type(i) is not slice or i != EVERYTHING for i in (*index[:2], *index[3:])):
         return None
-    return tokens.stop if type(tokens.stop) is int and 0 < tokens.stop <= count else None
-
-
-def _index(x: Any, index: Any) -> CachedTokens | None:
-    if not isinstance(x, CachedTokens) or x.dim() != 4:
+    if len(index) == 5:
+        return x.like(grouped=True) if index[2] is None and x.repeats == 1 else None
+    tokens = index[2]
+    if type(tokens) is not slice or tokens.start not in (None, 0) or tokens.step not in (None, 1):
         return None
-    count = first_of(index, x.shape[2])
-    if count is not None:
-        return CachedTokens(x.tokens.up_to(count), x.center, x.dtype, x.repeats)
-    return _with_dimension(x, index)
+    is_count = type(tokens.stop) is int and 0 < tokens.stop <= x.tokens.shape[2]
+    return x.like(x.tokens.up_to(tokens.stop)) if is_count else None
 
 
-def _with_dimension(x: Any, index: Any) -> CachedTokens | None:
-    fits = isinstance(x, CachedTokens) and x.repeats == 1 and x.dim() == 4 and type(index) is tuple
-    if not fits or len(index) != 5 or index[2] is not None or any(i != EVERYTHING for i in index[:2] + index[3:]):
-        return None
-    batch, heads, *rest = x.shape
-    return CachedTokens(x.tokens, x.center, x.dtype, 1, (batch, heads, 1, *rest))
-
-
-def _expand(x: Any, *size: Any) -> CachedTokens | None:
+def _expand(x: Any, *size: Any) -> Any:
     size = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-    if not isinstance(x, CachedTokens) or x.dim() != 5 or len(size) != 5 or x.repeats != 1:
+    if not isinstance(x, _View) or not x.grouped or x.repeats != 1 or len(size) != 5:
         return None
-    if tuple(size[:2]) + tuple(size[3:]) != tuple(x.shape[:2]) + tuple(x.shape[3:]):
-        return None
-    return CachedTokens(x.tokens, x.center, x.dtype, int(size[2]), size)
+    return x.like(repeats=size[2], grouped=True) if size == tuple(_shape(x.tokens, size[2], True)) else None
 
 
-def _reshape(x: Any, *size: Any) -> CachedTokens | None:
+def _reshape(x: Any, *size: Any) -> Any:
     size = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-    if not isinstance(x, CachedTokens) or x.dim() != 5:
+    if not isinstance(x, _View) or not x.grouped:
         return None
-    batch, heads, count, length = x.tokens.shape
-    wanted = (batch, heads * x.repeats, count, length)
-    return CachedTokens(x.tokens, x.center, x.dtype, x.repeats) if tuple(size) == wanted else None
+    return x.like() if size == tuple(_shape(x.tokens, x.repeats, False)) else None
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
+    query: Tensor, key: Any, value: Any, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor | None:  # fmt: skip
     """The attention of queries in high precision over codes; None if the values have to be multiplied."""
-    if not isinstance(key, CachedTokens) or not isinstance(value, CachedTokens) or type(query) is not Tensor:
+    if not isinstance(key, _View) or not isinstance(value, _View) or type(query) is not Tensor:
         return None
     tensors = (query,) if attn_mask is None else (query, attn_mask)
     if dropout_p > 0 or value.center is not None or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return None
     k, v, heads = key.tokens, value.tokens, query.shape[1] if query.dim() == 4 else 0
-    grouped = heads == key.shape[1] or (enable_gqa and heads % max(key.shape[1], 1) == 0)
+    of_keys = k.shape[1] * key.repeats
+    grouped = heads == of_keys or (enable_gqa and heads % max(of_keys, 1) == 0)
     same = k.shape[:3] == v.shape[:3] and query.shape[0] == k.shape[0] and query.shape[-1] == k.shape[-1]
-    if not (heads and grouped and same) or 5 in (key.dim(), value.dim()) or (is_causal and attn_mask is not None):
+    if not (heads and grouped and same) or key.grouped or value.grouped or (is_causal and attn_mask is not None):
         return None
-    multiplier = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return attention(query, k, v, AttentionArgs(multiplier, k.mask(attn_mask, is_causal), is_causal))
+    args = AttentionArgs(
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale, k.mask(attn_mask, is_causal), is_causal
+    )
+    return (traced_attention if isinstance(key, TracedTokens) else attention)(query, k, v, args)
 
 
 _RULES: dict[Any, Any] = {
@@ -169,5 +201,4 @@ _RULES: dict[Any, Any] = {
     Tensor.expand: _expand,
     Tensor.reshape: _reshape,
 }
-"""torch function -> rule, which returns None where it has nothing to say."""
 run_rules_uncompiled(CachedTokens)

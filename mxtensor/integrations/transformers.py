@@ -21,11 +21,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoints import native
 from ..checkpoints.layout import MERGES
-from ..checkpoints.recipes import is_skipped, warn_of_unmatched_skip, with_parameters
-from ..checkpoints.source import open_safetensors
-from ..checkpoints.transformers_names import Loaded, loaded_by, tied_groups, tied_keys, tied_to_embeddings
+from ..checkpoints.names import Loaded, check_skip, is_skipped, loaded_by, with_parameters
+from ..checkpoints.reading import open_safetensors
 from ..convert.configs import recipe_of
-from ..convert.heads import heads, warn_of_no_head
+from ..convert.heads import warn_of_no_head
+from ..convert.instance_methods import count_codes
 from ..convert.weights import KINDS, FilterFn, Kind, default_filter
 from ..core.arguments import FLAG, check, described
 from ..core.local import local_of
@@ -35,17 +35,24 @@ from ..tensor.mxtensor import MXTensor
 from .transformers_load import (
     SIDES,
     Deserialize,
-    Freeze,
     Quantize,
+    Splitting,
     Stack,
+    check_loaded,
     check_shards,
+    conversions_of,
     for_codes,
     has,
+    heads_of,
     keep_codes,
+    pairs_in_files,
     patterns_of,
     place,
     prepare,
+    scoped,
     sparing,
+    state_of,
+    take_scales,
 )
 
 METHOD = "mxtensor"
@@ -62,7 +69,7 @@ class MXQuantizationConfig(QuantizationConfigMixin):
         if format is not None and not isinstance(format, str):
             raise TypeError(
                 f"TransformersConfig takes the name of a format, not {described(format)}; for a format for each name "
-                "(FqnToConfig, a plan) call mx.checkpoints.convert, or mx.quantize_ after loading"
+                "(a dict, a plan) call mx.checkpoints.convert, or mx.quantize_ after loading"
             )
         if isinstance(skip, str) or not all(isinstance(name, str) for name in skip):
             raise TypeError(f"TransformersConfig: skip must be names of modules, got {described(skip)}")
@@ -86,14 +93,6 @@ class MXQuantizationConfig(QuantizationConfigMixin):
         return recipe_of(self.format)
 
 
-def mapped(device_map: dict[str, Any]) -> dict[str, Any]:
-    """``device_map`` with the CPU for the disk: tensors of a file are its pages there, not memory.
-
-    accelerate's own offload to disk would write values; the checkpoint already has the codes.
-    """
-    return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
-
-
 @register_quantizer(METHOD)
 class MXQuantizer(HfQuantizer):
     """How transformers loads and saves a model with MXTensors."""
@@ -107,15 +106,21 @@ class MXQuantizer(HfQuantizer):
         self.loaded: set[str] = set()
         self._in_files: set[str] = set()
         self._stored: dict[str, str] = {}
+        """Parameter -> its name in the metadata. That is the name in the files, or, of a saved model, its own."""
         self.stacked: dict[str, dict[str, list[str]]] = {}
         """Parameter that stacks matrices -> transformers' pattern -> the matrices that it takes, in their order."""
         self._taken: dict[str, Loaded] = {}
         self._left: set[str] = set()
         self._heads: set[str] = set()
+        self._files: tuple[Any, ...] = ()
         self._usual: FilterFn | None = None
         self._transforms: list[Any] = []
         self._merges: dict[Any, WeightConverter] = {}
         self._unchecked: nn.Module | None = None
+        self._model: nn.Module | None = None
+        """The model until ``update_weight_conversions``."""
+        self._unsaved: list[Any] | None = None
+        """All operations of a model of which codes were saved: a few of them are for values only."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         device_map = kwargs.get("device_map")
@@ -127,12 +132,19 @@ class MXQuantizer(HfQuantizer):
                 )
             _ = self.quantization_config.recipe
         elif isinstance(device_map, dict) and "weights_only" not in kwargs:  # the one that accelerate has chosen
-            device_map.update(mapped(device_map))
+            device_map.update(self.update_device_map(device_map))
 
     def update_device_map(self, device_map: Any) -> Any:
-        return mapped(device_map) if isinstance(device_map, dict) else device_map
+        """``device_map`` with the CPU for the disk: tensors of a file are its pages there, not memory.
+
+        accelerate's own offload to disk would write values; the checkpoint already has the codes.
+        """
+        if not isinstance(device_map, dict):
+            return device_map
+        return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
+        self._model = model
         for file in (checkpoint_files or ()) if self.pre_quantized else ():
             if str(file).endswith(".safetensors"):
                 with open_safetensors(file) as handle:
@@ -154,34 +166,28 @@ class MXQuantizer(HfQuantizer):
             )
         if not self.pre_quantized:
             parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-            warn_of_unmatched_skip(
-                "TransformersConfig", self.quantization_config.skip, with_parameters(model), parameters
-            )
-            self._choose_heads(model)
+            check_skip("TransformersConfig", self.quantization_config.skip, with_parameters(model), parameters)
+            self._files = tuple(checkpoint_files or ())
+            if self.quantization_config.include_head:
+                warn_of_no_head("TransformersConfig", model)
         return model
 
     def _choose_heads(self, model: nn.Module) -> None:
         """Names of parameters that are quantized although the default filter leaves them out, and the reverse: heads,
         and the embeddings that share a weight with one."""
-        self._usual = default_filter(model)
-        lookups, tied = tied_to_embeddings(model)
-        made = {f"{fqn}.weight" for fqn in heads(model)} | (tied - lookups)
-        self._left, self._heads = made | tied, set()
-        if self.quantization_config.include_head:
-            warn_of_no_head("TransformersConfig", model, 3)
-            groups = tied_groups(model)
-            for head in made:
-                names = next((group for group in groups if head in group), {head})
-                if not any(is_skipped(name, self.quantization_config.skip) for name in names):
-                    self._heads |= names
+        self._usual, chooses = default_filter(model), self.quantization_config.include_head
+        pairs = pairs_in_files(model, self._files, self._transforms) if chooses else None
+        self._left, chosen = heads_of(model, self.quantization_config.skip, pairs)
+        self._heads = chosen if chooses else set()
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
-            self._check_all_are_loaded(model)
+            check_loaded(model, self._names(), self.loaded, self._taken)
         for module in model.modules():  # after transformers has tied weights
             if any(isinstance(local_of(parameter), MXTensor) for parameter in module.parameters(recurse=False)):
                 prepare(module)
         use_huge_pages(model.parameters())
+        count_codes(model)
         used = getattr(model, "_weight_conversions", None) or ()
         model._weight_conversions = [  # codes are stored as they are
             one for one in self._transforms if one in used or self._merges.get(one) in used
@@ -190,62 +196,46 @@ class MXQuantizer(HfQuantizer):
         self._usual, self._transforms, self._merges, self._unchecked = None, [], {}, None
         return model
 
-    def _check_all_are_loaded(self, model: nn.Module) -> None:
-        """Raise ValueError if a parameter lacks its codes. Others, such as those of a head that this class of models
-        does not have, are among the unexpected keys that transformers reports."""
-        rest = sorted(set(self._names()) - self.loaded)
-        lost = [name for name in rest if self._taken.get(name, Loaded()).parameters or has(model, name)]
-        kind = type(model).__name__
-        if lost:
-            raise ValueError(
-                f"{lost[0]} and {len(lost) - 1} other quantized tensors of the checkpoint cannot be stacked, as {kind} "
-                "stacks experts: the formats differ, or the global scales (NVFP4), or blocks do not end with a matrix; "
-                "quantize the high-precision checkpoint with quantization_config=mx.TransformersConfig(format)"
-            )
-        if rest and not self.loaded:
-            raise ValueError(
-                f"{kind} has no parameter for any of the {len(rest)} quantized tensors of the checkpoint, such as "
-                f"{rest[0]}; load a class whose parameters have these names, such as the one in config.json"
-            )
-
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """transformers' renamings and operations for this model, with those that read codes."""
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """transformers' renamings and operations for this model, which 5.21 passes, with those that read codes."""
+        model, self._model = self._model if model is None else model, None
         self._transforms = list(weight_conversions)
         if not self.pre_quantized:
-            return super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-any-return]
+            self._choose_heads(model)
+            return self._transforms
         in_files = [name for name in self._names() if any(name + side in self._in_files for side in SIDES)]
         self._taken = loaded_by(model, in_files, self._transforms)
-        self._stored = dict(self._stored_names())
+        self._stored = {name: name for name in self._names() if name not in self._taken}
+        self._stored |= {parameter: name for name, one in self._taken.items() for parameter in one.parameters}
         self._unchecked = model
+        take_scales(model, self._stored, self.metadata, self._in_files, self._transforms)
         for name, taken in self._taken.items():
             for parameter in taken.parameters if taken.operations in MERGES else ():
                 self.stacked.setdefault(parameter, defaultdict(list))[taken.source or ""].append(name)
-        self._merges = {
-            one: self._merge(one)
-            for one in self._transforms
-            if isinstance(one, WeightConverter) and tuple(type(op).__name__ for op in one.operations) in MERGES
-        }
-        own = {name + side for name, taken in self._taken.items() if taken.is_itself(name) for side in SIDES}
+        for one in self._transforms:
+            if isinstance(one, WeightConverter) and tuple(type(op).__name__ for op in one.operations) in MERGES:
+                sources = [source + side for source in one.source_patterns for side in SIDES]
+                merge = WeightConverter(sources, patterns_of(one)[1], [Stack(self, one)], one.force_cpu)
+                self._merges[one] = scoped(merge, one)
+        own = {name + side for name, taken in self._taken.items() if taken[:2] == ((name,), ()) for side in SIDES}
         renamings = [sparing(other, own) for one in weight_conversions for other in (one, *for_codes(one))]
-        usual = super().update_weight_conversions(renamings, model)
-        return [*self._splits(), *self._merges.values(), *usual]
+        # the first that matches is taken, and a pattern of older versions of transformers matches longer names, too
+        return [*self._splits(), *self._merges.values(), *self.get_weight_conversions(), *renamings]
+
+    def get_weight_conversions(self) -> list[Any]:
+        """What reads the codes of a parameter that no operation of the model changes."""
+        return [WeightConverter(names, leaf, [Deserialize(self)]) for leaf, names in self.serialized_names.items()]
 
     def get_new_dtype(self, *args: Any) -> Any:
         """What transformers asks for each tensor before it reads any, when ranks have their parts of the model."""
+        self.check_shards()
+        return super().get_new_dtype(*args)
+
+    def check_shards(self) -> None:
+        """Raise NotImplementedError, once, for tensors that ranks cannot read in their parts."""
         if self._unchecked is not None:
             model, self._unchecked = self._unchecked, None
             check_shards(model, self._stored, self.metadata)
-        return super().get_new_dtype(*args)
-
-    def _stored_names(self) -> Iterator[tuple[str, str]]:
-        """Parameter -> its name in the metadata. That is the name in the files, or, of a saved model, its own."""
-        yield from ((name, name) for name in self._names() if name not in self._taken)
-        yield from ((parameter, name) for name, one in self._taken.items() for parameter in one.parameters)
-
-    def _merge(self, one: WeightConverter) -> WeightConverter:
-        """transformers' operations that stack many tensors, for codes."""
-        sources = [source + side for source in one.source_patterns for side in SIDES]
-        return one.copy(sources, patterns_of(one)[1], operations=[Stack(self, one)])
 
     def _splits(self) -> Iterator[WeightConverter]:
         """transformers' operations that split one tensor, for codes."""
@@ -254,11 +244,10 @@ class MXQuantizer(HfQuantizer):
             if isinstance(one, WeightConverter) and len(one.source_patterns) == 1 and len(targets) > 1:
                 end = "" if targets[0].endswith("weight") else ".weight"  # it may be for the bias, too
                 (source,), pieces = patterns_of(one)
-                yield one.copy(
-                    [f"{source}{re.escape(end)}{side}" for side in SIDES],
-                    [f"{piece}{end}" for piece in pieces],
-                    operations=[Deserialize(self), *one.operations, Freeze()],
-                )
+                sources = [f"{source}{re.escape(end)}{side}" for side in SIDES]
+                operations = [Deserialize(self, one)]
+                split = Splitting(sources, [f"{piece}{end}" for piece in pieces], operations, one.force_cpu)
+                yield scoped(split, one)
 
     def _names(self) -> list[str]:
         """The quantized tensors of the checkpoint, by its metadata."""
@@ -276,20 +265,24 @@ class MXQuantizer(HfQuantizer):
         """Whether a parameter is quantized, or another one of those that one tensor is split into."""
         if self.pre_quantized:
             return param_name in self._stored
-        return any(self.kind_of(model, name) is not None for name in self._with_siblings(model, param_name))
-
-    def _with_siblings(self, model: nn.Module, name: str) -> Iterator[str]:
-        yield name
+        siblings = [param_name]
         for one in self._transforms:
             first, *others = one.target_patterns
-            if first in name:
-                names = (name.replace(first, other) for other in others)
-                yield from (other for other in names if has(model, other))
+            if first in param_name:
+                names = (param_name.replace(first, other) for other in others)
+                siblings += [other for other in names if has(model, other)]
+        return any(self.kind_of(model, name) is not None for name in siblings)
 
     @property
     def quantized_element_size(self) -> float | None:
         format = self.quantization_config.format
         return None if format is None else recipe_of(format).stored.format.bits_per_value / 8
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes of a value, by which transformers divides a model among devices."""
+        size = self.quantized_element_size
+        quantized = size is not None and self.param_needs_quantization(model, param_name)
+        return size if quantized and size is not None else param.element_size()
 
     def stored_name(self, name: str) -> str:
         """The name in the metadata of the parameter that the model calls ``name``, which transformers may have renamed.
@@ -310,23 +303,15 @@ class MXQuantizer(HfQuantizer):
         leaves = sorted({name.rpartition(".")[2] for name in (*self._names(), *self._stored)})
         return {leaf: [re.escape(leaf) + end for end in SIDES] for leaf in leaves} if self.pre_quantized else {}
 
-    def get_load_operations(self) -> dict[str, Any]:
-        return {"deserialize": Deserialize}
-
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        tied = tied_keys(model)
-        state: dict[str, Tensor] = {}
-        metadata: dict[str, str] = {}
-        for name, value in model.state_dict().items():
-            if not isinstance(value, MXTensor):
-                state[name] = value
-            elif name not in tied:
-                state |= native.stored_tensors(name, value)
-                metadata |= native.header(name, value)
-        keep_codes(model, [name for name in state if name.endswith(SIDES)])
+        state, metadata = state_of(model)
+        self._unsaved = conversions_of(model) if self._unsaved is None else self._unsaved
+        model._weight_conversions = keep_codes(self._unsaved, [name for name in state if name.endswith(SIDES)])
         return state, metadata
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        if self._unsaved is not None:
+            model._weight_conversions, self._unsaved = self._unsaved, None
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a word after save_pretrained
         done: dict[int, nn.Parameter] = {}
         for module in model.modules():

@@ -1,5 +1,7 @@
 """What the quantizer for transformers does with tensors on their way from files to a model, and back.
 
+Operations on tensors, renamings of codes, which heads and static scales the files have, what is saved.
+
 ``hf_quantizer`` is the ``MXQuantizer`` of ``transformers.py``.
 """
 
@@ -7,20 +9,38 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightRenaming
+from transformers.core_model_loading import (
+    ConversionOps,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
 
 from ..checkpoints import native
+from ..checkpoints.names import (
+    Loaded,
+    is_skipped,
+    loaded_by,
+    stored_by_others,
+    tied_groups,
+    tied_keys,
+    tied_to_embeddings,
+)
+from ..checkpoints.store import opened
+from ..convert.heads import heads
 from ..convert.instance_methods import show_format
 from ..core.local import is_sharded, local_of
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
+from ..training.prepared_linear import SCALE, StaticInputLinear, has_static_inputs
 from ..training.state_dict import register_state_dict_hooks
 
 patterns_of: Callable[[Any], tuple[list[str], list[str]]] = attrgetter(
@@ -57,53 +77,64 @@ def has(model: nn.Module, name: str) -> bool:
         return False
 
 
+def in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` with another dtype, which is the outer one of a quantized tensor."""
+    return value.with_dtype(dtype) if isinstance(value, MXTensor) else value.to(dtype)
+
+
 def prepare(module: nn.Module) -> None:
     """Add what ``quantize_`` adds to a module with a quantized weight."""
     register_state_dict_hooks(module)
     show_format(module)
 
 
-class Quantize(ConversionOps):
-    """Quantizes what transformers makes of one tensor in high precision: several parameters, if it splits it."""
+# ---------------------------------------------------------------------------------------------- operations
+
+
+class _Operation(ConversionOps):
+    """transformers casts no tensor for an operation that has the attribute ``hf_quantizer``: scales stay float32."""
 
     def __init__(self, hf_quantizer: Any) -> None:
         self.hf_quantizer = hf_quantizer
 
-    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
-        names = input_dict if len(input_dict) > 1 else (kwargs["full_layer_name"],)
-        values = (value[0] if isinstance(value, list) else value for value in input_dict.values())
-        return {name: self._quantized(kwargs["model"], name, v) for name, v in zip(names, values, strict=True)}
-
-    def _quantized(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
-        kind, value = self.hf_quantizer.kind_of(model, name), value.to(dtype_of(model, name))
-        if kind is None:
-            return value
-        recipe = (
-            self.hf_quantizer.quantization_config.recipe
-        )  # an embedding has that of the head that shares its weight
-        return nn.Parameter(quantize_as(value, recipe, kind.orientation), requires_grad=False)
+    def __deepcopy__(self, memo: object) -> _Operation:
+        """Itself: transformers copies the operations of a converter for each parameter, and there is one quantizer."""
+        return self
 
     @property
     def reverse_op(self) -> ConversionOps:
         return self
 
 
-class Deserialize(ConversionOps):
-    """Builds one parameter from its codes and scales.
-
-    transformers casts no tensor for an operation that has the attribute ``hf_quantizer``: scales stay float32.
-    """
-
-    supports_many_to_many = True  # codes and scales of one tensor, which transformers splits afterwards
-
-    def __init__(self, hf_quantizer: Any) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    def __deepcopy__(self, memo: object) -> Deserialize:
-        """Itself: transformers copies the operations of a converter for each parameter, and there is one quantizer."""
-        return self
+class Quantize(_Operation):
+    """Quantizes what transformers makes of one tensor in high precision: several parameters, if it splits it."""
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
+        model, recipe = kwargs["model"], self.hf_quantizer.quantization_config.recipe
+        names = input_dict if len(input_dict) > 1 else (kwargs["full_layer_name"],)
+        found: dict[str, Any] = {}
+        for name, value in zip(names, input_dict.values(), strict=True):
+            kind = self.hf_quantizer.kind_of(model, name)
+            values = (value[0] if isinstance(value, list) else value).to(dtype_of(model, name))
+            if kind is not None:  # an embedding has the recipe of the head that shares its weight
+                values = nn.Parameter(quantize_as(values, recipe, kind.orientation), requires_grad=False)
+            found[name] = values
+        return found
+
+
+class Deserialize(_Operation):
+    """Builds one parameter from its codes and scales.
+
+    ``one``: transformers' operations that split it into several; each gets a scale of its own, where the whole had one:
+    transformers stores no shared memory.
+    """
+
+    def __init__(self, hf_quantizer: Any, one: WeightConverter | None = None) -> None:
+        super().__init__(hf_quantizer)
+        self.one = one
+
+    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
+        self.hf_quantizer.check_shards()
         name, model = kwargs["full_layer_name"], kwargs["model"]
         found = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
         stored = self.hf_quantizer.stored_name(name)
@@ -112,27 +143,28 @@ class Deserialize(ConversionOps):
         parameter = getattr(module, leaf)
         part = tuple(local_of(parameter).shape) if is_sharded(parameter) else None
         entry = native.entry_of(stored, self.hf_quantizer.metadata[native.PREFIX + stored], part)
-        tensors = [_ending(found, source.removeprefix(stored), name) for source in entry.sources]
-        value = entry.build(*tensors).to(dtype_of(model, name))
-        return {name: nn.Parameter(value, requires_grad=False)}
+        tensors = []
+        for end in (source.removeprefix(stored) for source in entry.sources):
+            keys = [k for k in found if k.endswith(end) and not k.removesuffix(end).endswith("_global")]
+            if not keys:
+                raise ValueError(f"{name}: the checkpoint lacks {name}{end}")
+            tensors.append(found[keys[0]])
+        made: dict[str, Any] = {name: in_dtype(entry.build(*tensors), dtype_of(model, name))}
+        for operation in () if self.one is None else self.one.operations:
+            made = operation.convert(made, **kwargs)
+        values = made if self.one is None else {target: value.clone() for target, value in made.items()}
+        return {target: nn.Parameter(value, requires_grad=False) for target, value in values.items()}
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return self
 
-
-class Stack(ConversionOps):
+class Stack(_Operation):
     """Makes one parameter of the codes of many matrices, as transformers stacks experts.
 
     ``one``: transformers' operations for values. Nothing is made of matrices whose codes have no common format.
     """
 
     def __init__(self, hf_quantizer: Any, one: WeightConverter) -> None:
-        self.hf_quantizer, self.one = hf_quantizer, one
-
-    def __deepcopy__(self, memo: object) -> Stack:
-        """Itself, as ``Deserialize``."""
-        return self
+        super().__init__(hf_quantizer)
+        self.one = one
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
         name, model = kwargs["full_layer_name"], kwargs["model"]
@@ -147,7 +179,7 @@ class Stack(ConversionOps):
         if not isinstance(value, MXTensor):
             return {}
         self.hf_quantizer.loaded.update(*stored.values())
-        return {target: nn.Parameter(value.to(dtype_of(model, name)), requires_grad=False)}
+        return {target: nn.Parameter(in_dtype(value, dtype_of(model, name)), requires_grad=False)}
 
     def _matrices(self, given: dict[str, Any], source: str, names: list[str]) -> list[Any]:
         """The matrices of one of transformers' patterns; none if some are plain, or have other numbers of tensors."""
@@ -158,36 +190,46 @@ class Stack(ConversionOps):
             return []
         return [entry.build(*tensors) for entry, *tensors in zip(entries, *columns, strict=True)]
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return self
 
+class Splitting(WeightConverter):
+    """Takes the codes and scales of one tensor, and gives what transformers splits the tensor into.
 
-class Freeze(ConversionOps):
-    """Makes parameters of what transformers has split a quantized tensor into."""
-
-    def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
-        return {  # each with a scale of its own, where the whole had one: transformers stores no shared memory
-            target: nn.Parameter(value.clone(), requires_grad=False) for target, value in input_dict.items()
-        }
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return self
-
-
-def shards_of(parameter: Any) -> dict[int, int]:
-    """Dimension -> number of equal parts of which ranks have some.
-
-    A rank has one of them, or one of each of several groups (``split_factor``: gates and ups in one stack).
+    transformers itself takes several tensors to several only by operations that it knows; before 5.21 nobody can add
+    one (``supports_many_to_many``).
     """
-    shards: dict[int, int] = {}
-    if is_sharded(parameter):
-        for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-            if hasattr(placement, "dim"):  # not replicated
-                dim = placement.dim % parameter.dim()
-                shards[dim] = shards.get(dim, 1) * ranks * getattr(placement, "split_factor", 1)
-    return shards
+
+    __slots__ = ()
+
+    def __init__(
+        self, source_patterns: Any, target_patterns: Any, operations: Sequence[ConversionOps], force_cpu: bool = False
+    ) -> None:
+        WeightTransform.__init__(self, source_patterns, target_patterns)
+        self.operations, self.force_cpu = [*operations], force_cpu
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def check_loaded(model: nn.Module, names: Iterable[str], loaded: Collection[str], taken: dict[str, Loaded]) -> None:
+    """Raise ValueError if a parameter lacks its codes. Others, such as those of a head that this class of models does
+    not have, are among the unexpected keys that transformers reports.
+
+    ``names``: quantized tensors of the checkpoint; ``loaded``: those that were read; ``taken``: what became of them.
+    """
+    rest = sorted(set(names) - set(loaded))
+    lost = [name for name in rest if taken.get(name, Loaded()).parameters or has(model, name)]
+    kind = type(model).__name__
+    if lost:
+        raise ValueError(
+            f"{lost[0]} and {len(lost) - 1} other quantized tensors of the checkpoint cannot be stacked, as {kind} "
+            "stacks experts: the formats differ, or the global scales (NVFP4), or blocks do not end with a matrix; "
+            "quantize the high-precision checkpoint with quantization_config=mx.TransformersConfig(format)"
+        )
+    if rest and not loaded:
+        raise ValueError(
+            f"{kind} has no parameter for any of the {len(rest)} quantized tensors of the checkpoint, such as "
+            f"{rest[0]}; load a class whose parameters have these names, such as the one in config.json"
+        )
 
 
 def check_shards(model: nn.Module, stored: dict[str, str], metadata: dict[str, str]) -> None:
@@ -197,7 +239,14 @@ def check_shards(model: nn.Module, stored: dict[str, str], metadata: dict[str, s
     """
     times = Counter(stored.values())
     for name, tensor in stored.items():
-        shards = shards_of(model.get_parameter(name)) if has(model, name) else {}
+        parameter: Any = model.get_parameter(name) if has(model, name) else None
+        shards: dict[int, int] = {}  # dimension -> number of equal parts of which ranks have some
+        if is_sharded(parameter):
+            for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+                if hasattr(placement, "dim"):  # not replicated
+                    dim = placement.dim % parameter.dim()
+                    # a rank may have a part of each of several groups: gates and ups in one stack
+                    shards[dim] = shards.get(dim, 1) * ranks * getattr(placement, "split_factor", 1)
         if not shards:
             continue
         reason = native.why_not_sharded(tensor, metadata[native.PREFIX + tensor], shards)
@@ -209,18 +258,20 @@ def check_shards(model: nn.Module, stored: dict[str, str], metadata: dict[str, s
             )
 
 
-def _ending(found: dict[str, Tensor], end: str, name: str) -> Tensor:
-    for key, value in found.items():
-        if key.endswith(end) and not key.removesuffix(end).endswith("_global"):
-            return value
-    raise ValueError(f"{name}: the checkpoint lacks {name}{end}")
+# ---------------------------------------------------------------------------------------------- names of codes
+
+
+def scoped(copy: Any, one: Any) -> Any:
+    """``copy`` with the part of the model to which ``one`` belongs: older versions of transformers have no ``copy``."""
+    copy.scope_prefix, copy.base_model_prefix = one.scope_prefix, one.base_model_prefix
+    return copy
 
 
 def for_codes(one: Any) -> Iterator[Any]:
     """A renaming of whole tensors, such as ``input_linear.weight``, for their codes and scales."""
     (source, *_), (target, *_) = patterns_of(one)
     if type(one) is WeightRenaming and source[-1:].isalnum():
-        yield from (one.copy([source + side], [target + side]) for side in SIDES)
+        yield from (scoped(WeightRenaming([source + side], [target + side]), one) for side in SIDES)
 
 
 class Sparing(WeightRenaming):
@@ -244,23 +295,139 @@ def sparing(one: Any, keys: Collection[str]) -> Any:
     if type(one) is not WeightRenaming or all(one.rename_source_key(key)[0] == key for key in keys):
         return one
     sources, targets = patterns_of(one)
-    copy = Sparing([*sources], [*targets], keys)  # it may change its lists
-    copy.scope_prefix, copy.base_model_prefix = one.scope_prefix, one.base_model_prefix
-    return copy
+    return scoped(Sparing([*sources], [*targets], keys), one)  # it may change its lists
 
 
-def keep_codes(model: Any, names: Collection[str]) -> None:
-    """Tell transformers to store what it has split one by one if it is codes, and the biases with it.
+# ---------------------------------------------------------------------------------------------- what files have
 
-    Joined codes have no format.
+
+def heads_of(
+    model: nn.Module, skip: Sequence[str], pairs: Mapping[str, str] | None = None
+) -> tuple[set[str], set[str]]:
+    """Parameters that the default filter leaves in high precision, and those that ``include_head`` quantizes: heads,
+    and embeddings that share a weight with one. ``pairs``: what is tied, as ``tied_keys``, which is the default."""
+    pairs = tied_keys(model) if pairs is None else pairs
+    lookups, tied = tied_to_embeddings(model, pairs)
+    made = {f"{fqn}.weight" for fqn in heads(model)} | (tied - lookups)
+    chosen: set[str] = set()
+    groups = tied_groups(pairs)
+    for head in made:
+        names = next((group for group in groups if head in group), {head})
+        if not any(is_skipped(name, skip) for name in names):
+            chosen |= names
+    return made | tied, chosen
+
+
+def pairs_in_files(model: nn.Module, files: Iterable[Any], transforms: Iterable[Any]) -> dict[str, str]:
+    """``tied_keys``, without the pairs for which the files have different values: transformers does not tie them."""
+    pairs = dict(tied_keys(model))
+    if not pairs:
+        return pairs
+    holders: dict[str, Any] = {}
+    for file in files:
+        with opened(file) as checkpoint:
+            holders |= dict.fromkeys(checkpoint.tensors, file)
+    wanted = {name for pair in pairs.items() for name in pair}
+    stored = {
+        parameter: name
+        for name, loaded in loaded_by(model, holders, transforms).items()
+        for parameter in wanted.intersection(loaded.parameters)
+    }
+    for pair in list(pairs.items()):
+        names = [stored[parameter] for parameter in pair if parameter in stored]
+        if len(set(names)) == 2:
+            values = []
+            for name in names:
+                with opened(holders[name]) as checkpoint:
+                    values.append(checkpoint.tensor(name))
+            if not torch.equal(*values):
+                del pairs[pair[0]]
+    return pairs
+
+
+def take_scales(
+    model: nn.Module,
+    stored: Mapping[str, str],
+    metadata: Mapping[str, str],
+    in_files: Collection[str],
+    transforms: Iterable[Any],
+) -> None:
+    """Make layers of ``model`` those with a static scale of inputs, where the files have one (``M.input_scale``).
+
+    transformers loads what the model has a place for, and a new model has linear layers only. ``stored``: parameter ->
+    name of its tensor in the metadata. Raises ValueError for a scale of a quantized weight that the model has, but not
+    as a linear layer of its own.
     """
+    scales = {name for name in in_files if name.endswith(f".{SCALE}")}
+    if not scales:
+        return
+    static = {
+        parameter
+        for parameter, name in stored.items()
+        if has(model, parameter) and has_static_inputs(native.recipe_of_entry(name, metadata[native.PREFIX + name]))
+    }
+    static |= {name for name, source in tied_keys(model).items() if source in static}
+    made: dict[str, StaticInputLinear] = {}
+    for parameter in static:
+        module, leaf, path = place(model, parameter)
+        if type(module) is nn.Linear and leaf == "weight":
+            scale = torch.ones((), dtype=module.weight.dtype, device=module.weight.device)
+            made[f"{path}.{SCALE}"] = StaticInputLinear.from_linear(module, scale)
+    found = loaded_by(model, scales, transforms)
+    taken = {name for loaded in found.values() for name in loaded.parameters}
+    for name, layer in made.items():
+        if name not in taken:  # inputs without a global scale, chosen as a format
+            layer.to_linear()
+    weights = {stored[parameter] for parameter in static if parameter in stored}
+    lost = [
+        name for name in sorted(scales) if not found[name].parameters and f"{name.removesuffix(SCALE)}weight" in weights
+    ]
+    if lost:
+        raise ValueError(
+            f"{lost[0]} and {len(lost) - 1} other static scales of inputs are in the checkpoint, and "
+            f"{type(model).__name__} has no linear layer of their names to take them; quantize the high-precision "
+            "checkpoint with quantization_config=mx.TransformersConfig(format)"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- saving
+
+
+def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a model by the names under which they are stored, and the metadata of those that are quantized."""
+    tied, there = stored_by_others(model), dict(model.named_parameters(remove_duplicate=False))
+    state: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    written: set[int] = set()
+    for name, value in model.state_dict().items():
+        if not isinstance(value, MXTensor):
+            state[name] = value
+        elif name not in tied:
+            again = id(there.get(name)) in written  # shared, but not as the model says: transformers would drop a name
+            codes: Any = value.clone() if again else value
+            state |= native.stored_tensors(name, codes)
+            metadata |= native.header(name, value)
+            written.add(id(there.get(name, value)))
+    return state, metadata
+
+
+def conversions_of(model: Any) -> list[Any]:
+    """What transformers changed when it loaded a model, and reverses when it saves the model."""
     transforms: Iterable[Any] | None = getattr(model, "_weight_conversions", None)
     if transforms is None:  # as transformers' own, for a model that was not loaded
         found = get_model_conversion_mapping(model, add_legacy=False)
         transforms = [one for one in found if not isinstance(one, PrefixChange)]
+    return list(transforms)
+
+
+def keep_codes(transforms: Iterable[Any], names: Collection[str]) -> list[Any]:
+    """Those with which transformers stores what it has split one by one if it is codes, and the biases with it.
+
+    Joined codes have no format.
+    """
 
     def joins(one: Any) -> bool:
         reverse = one.reverse_transform()
         return any(reverse.rename_source_key(name)[1] is not None for name in names)
 
-    model._weight_conversions = [one for one in transforms if not (isinstance(one, WeightConverter) and joins(one))]
+    return [one for one in transforms if not (isinstance(one, WeightConverter) and joins(one))]

@@ -20,7 +20,7 @@ from ..core.tracing import make_constant
 from .choices import Orientation as Orientation
 from .choices import Rounding as Rounding
 from .choices import ScaleCalculationMode as ScaleCalculationMode
-from .element_format import ElementFormat, ScaleFormat
+from .elements import ElementFormat, ScaleFormat
 
 FULL = -1
 """A block extent that covers the whole dimension (FULL rows: every leading dimension too)."""
@@ -57,7 +57,7 @@ class Format:
     scale: ScaleFormat
     block: tuple[int, int]
     global_scale: bool = False
-    """Whether a second, float32 scale belongs to the whole tensor (NVFP4)."""
+    """Whether a second, float32 scale belongs to the whole matrix (NVFP4); of a stack, each matrix has its own."""
     signed_zero: bool = True
     """Whether a scaled value of -0.0 keeps its sign. False: it gets code 0, as in TransformerEngine's NVFP4 reference;
     a negative value that rounds to zero keeps its sign in both."""
@@ -113,8 +113,16 @@ class Format:
         return (*shape[:-2], _ceil_div(shape[-2], rows), scales_per_row)
 
     def global_scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the global scale for values of ``shape``: (..., rows, 1) if each row has one, else ()."""
-        return (*shape[:-1], 1) if self.row_scaled else ()
+        """The shape of the global scale for values of ``shape``: (..., rows, 1) if each row has one; else () for a
+        matrix, and (..., 1, 1) for a stack, of which each matrix has one."""
+        if self.row_scaled:
+            return (*shape[:-1], 1)
+        return () if len(shape) <= 2 else (*shape[:-2], 1, 1)
+
+    @property
+    def scales_matrices(self) -> bool:
+        """Whether each matrix has a global scale."""
+        return self.global_scale and not self.row_scaled
 
     @property
     def has_tensor_scale(self) -> bool:
@@ -174,9 +182,10 @@ class Format:
         return replace(self, name=f"{self.name}{_ROW_SCALED}", row_scaled=True)
 
     def without_global_scale(self) -> Format:
-        """The row of FORMATS with the same elements, block scales and blocks, and no global scale."""
-        same = self.element, self.scale, self.block
-        return next(f for f in FORMATS.values() if (f.element, f.scale, f.block) == same and not f.global_scale)
+        """The format with the same elements, block scales and blocks, and no global scale."""
+        same = self.element, self.scale
+        found = next(f for f in FORMATS.values() if (f.element, f.scale) == same and not f.global_scale)
+        return found.with_block(self.block)
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -197,6 +206,15 @@ class _Formats(Mapping[str, Format]):
 
     def __getitem__(self, name: str) -> Format:
         return self._rows[self.aliases.get(name, name)]
+
+    def __setitem__(self, name: str, format: Format) -> None:
+        raise TypeError(
+            f"FORMATS is read-only, and {name!r} is not stored; a Format needs no name there: pass it itself, as in "
+            "mx.quantize(x, mx.FORMATS['mxfp8_e4m3'].with_block(64)). A row of mxtensor/numerics/formats.py adds a name"
+        )
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"FORMATS is read-only, and {name!r} stays")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -302,5 +320,8 @@ def get_format(name: Format | str | torch.dtype) -> Format:
     base = None if activation == text else names.find(weight, known)
     if base is not None:
         raise ValueError(f"{name!r} names a recipe of quantize_, not a format; did you mean {base!r}?")
+    instead = names.OF_PEERS.get(names.key(text)) or names.OF_PEERS.get(names.key(weight))
+    if instead is not None:
+        raise ValueError(f"unknown format {described(name)}; {instead}")
     choices = names.choices("formats", match[1] if match else text, known)
     raise ValueError(f"unknown format {described(name)}; {choices}")

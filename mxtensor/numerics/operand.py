@@ -23,7 +23,8 @@ class Operand:
 
     ``data``: codes, shape ``format.data_shape(shape)``, dtype ``format.element.dtype``; ``scale``: shape
     ``format.scale_shape(shape)``, uint8 or float32; ``global_scale``: float32 of ``format.global_scale_shape(shape)``,
-    a scalar unless the format is row-scaled, or None; ``shape``: the logical shape, without padding. Nothing is checked
+    a scalar unless the format is row-scaled or this is a stack of matrices, or None (activations of more than two
+    dimensions may have one scalar, too); ``shape``: the logical shape, without padding. Nothing is checked
     here: ``validate.check_components`` checks tensors from outside.
     """
 
@@ -67,12 +68,60 @@ class Operand:
         return Operand(fn(self.data), fn(self.scale), global_scale, self.format, self.shape)
 
     def with_blocks(self, data: Tensor, scale: Tensor, shape: Sequence[int]) -> Operand:
-        """An operand of other codes and scales with this logical shape; format and global scale stay."""
+        """An operand of other codes and scales with this logical shape; format and global scale stay.
+
+        For matrices that are the same as before: see ``moved`` and ``with_scales``.
+        """
         return Operand(data, scale, self.global_scale, self.format, tuple(shape))
 
     def map_blocks(self, fn: Callable[[Tensor], Tensor], shape: Sequence[int]) -> Operand:
         """``with_blocks`` of ``fn`` applied to codes and scales."""
         return self.with_blocks(fn(self.data), fn(self.scale), shape)
+
+    def with_scales(self, data: Tensor, scale: Tensor, global_scale: Tensor | None, shape: Sequence[int]) -> Operand:
+        """An operand of other codes, scales and global scales, which get the dimensions that ``shape`` asks for."""
+        shape, format = tuple(shape), self.format
+        if global_scale is not None and format.scales_matrices:
+            wanted = format.global_scale_shape(shape)
+            if global_scale.dim() == 0 and wanted:
+                global_scale = global_scale.expand(wanted).contiguous()
+            elif not wanted:
+                global_scale = global_scale.reshape(())
+        return Operand(data, scale, global_scale, format, shape)
+
+    def moved(
+        self, data: Tensor, scale: Tensor, shape: Sequence[int], view: Callable[[Tensor], Tensor]
+    ) -> Operand | None:
+        """An operand of views of codes and scales; None if a matrix of the result would have several global scales.
+
+        ``view`` makes the view, of this logical shape, of a tensor of the present logical shape.
+        """
+        shape, one = tuple(shape), self.global_scale
+        if one is None or not self.format.scales_matrices or (one.dim() == 0 and len(shape) <= 2):
+            return self.with_blocks(data, scale, shape)
+        wanted = self.format.global_scale_shape(shape)
+        if 0 in shape:
+            return Operand(data, scale, one.new_ones(wanted), self.format, shape)
+        try:
+            of_values = view(one.expand(self.shape))
+        except RuntimeError:  # torch would have to copy
+            return None
+        for dim in range(max(0, len(shape) - 2), len(shape)):
+            if shape[dim] != 1 and of_values.stride(dim) != 0:
+                return None
+            of_values = of_values.narrow(dim, 0, 1)
+        return Operand(data, scale, of_values if wanted else of_values.reshape(()), self.format, shape)
+
+    @property
+    def has_stack_scales(self) -> bool:
+        """Whether matrices of this stack have global scales of their own."""
+        return self.global_scale is not None and self.global_scale.dim() > 0 and not self.format.row_scaled
+
+    def matrices(self) -> list[Operand]:
+        """The matrices of a stack (..., rows, cols), each with its global scale; views."""
+        shape, flat = self.shape[-2:], [t.flatten(0, -3) for t in self.tensors]
+        rest = flat[2].reshape(-1) if len(flat) > 2 else [None] * flat[0].shape[0]
+        return [Operand(*one, self.format, shape) for one in zip(flat[0], flat[1], rest, strict=True)]
 
     def new_zeros(self, shape: Sequence[int]) -> Operand:
         """Zeros of this logical shape, in the format and on the device of this operand.
@@ -93,8 +142,8 @@ class Operand:
 
     @property
     def why_not_plain(self) -> str | None:
-        """Why a kernel refuses that has one global scale; None if that is all that decoding takes."""
-        one = self.global_scale is None or self.global_scale.dim() == 0
+        """Why a kernel refuses that has one global scale for a matrix; None if that is all that decoding takes."""
+        one = self.global_scale is None or not self.format.row_scaled
         return None if one else "has one global scale, not one for each row"
 
     @property

@@ -20,8 +20,16 @@ from ..core.arguments import described
 from ..core.names import dtype_name
 from ..core.tracing import is_traced
 from .cast import Cast
-from .element_format import ElementFormat, ScaleFormat
-from .elements import decode_elements, decode_packed, encode_elements, pack, round_stochastically, uniform
+from .elements import (
+    ElementFormat,
+    ScaleFormat,
+    decode_elements,
+    decode_packed,
+    encode_elements,
+    pack,
+    round_stochastically,
+    uniform,
+)
 from .formats import (
     E8M0,
     FP32,
@@ -270,10 +278,20 @@ def tensor_amax(x: Tensor) -> Tensor:
     return x.detach().abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
+def _whole_amax(amax: Tensor, format: Format, ndim: int) -> Tensor:
+    """The amax that scales depend on beside that of a block: of each row, of each matrix of a stack, or of all."""
+    if format.row_scaled:
+        return amax.amax(-1, keepdim=True)
+    if format.scales_matrices and ndim > 2:
+        return amax.amax((-2, -1), keepdim=True)
+    return amax.amax()
+
+
 def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) along its last dimension.
 
-    In a row-scaled format each row is cast as if it were a tensor of its own: the global scale is (..., rows, 1).
+    In a row-scaled format each row is cast as if it were a tensor of its own: the global scale is (..., rows, 1). Where
+    another format has a global scale (NVFP4), so is each matrix of a stack: it is (..., 1, 1).
     ``whole_amax`` replaces the amax of ``x`` in scales that depend on the whole tensor (NVFP4, per-tensor float8), for
     callers that pass only a part of it. With dimensions, it is the amax of parts of ``x`` and broadcasts to its blocks
     (to its values, if one block is the tensor); so do the scales then (``groups.py``). Raises TypeError for other
@@ -290,7 +308,7 @@ def encode(x: Tensor, cast: Cast, whole_amax: Tensor | None = None) -> Operand:
     magnitudes = blocks.abs()
     amax = magnitudes.amax(dims, keepdim=True) if format.block[0] == FULL else magnitudes.amax(dims)
     if whole_amax is None:
-        whole_amax = amax.amax(-1, keepdim=True) if format.row_scaled else amax.amax()
+        whole_amax = _whole_amax(amax, format, len(shape))
     elif format.block[0] == FULL:
         amax = whole_amax if whole_amax.dim() else whole_amax.expand_as(amax)
     scale, multiplier, global_scale = SCALE_RULES[format.scale](amax, cast, whole_amax)

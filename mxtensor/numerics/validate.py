@@ -117,23 +117,42 @@ def check_components(
             f"{format} of shape {tuple(shape)}: scale must have shape {format.scale_shape(shape)} (one for a block of "
             f"{'x'.join('all' if b < 0 else str(b) for b in format.block)}), got {tuple(scale.shape)}"
         )
-    _check_global_scale(format, global_scale)
+    _check_global_scale(format, global_scale, shape)
     _check_memory(format, {"data": data, "scale": scale, "global_scale": global_scale}, no_overlap)
     data, scale = data.detach().view(element.dtype), scale.detach().view(format.scale.dtype)
-    return Operand(data, scale, None if global_scale is None else global_scale.detach().reshape(()), format, shape)
+    return Operand(data, scale, _of_matrices(global_scale, format, shape), format, shape)
 
 
-def _check_global_scale(format: Format, global_scale: Any) -> None:
-    """Raise unless it is one float32 for a format that has a global scale, and None for the others."""
+def _of_matrices(global_scale: Tensor | None, format: Format, shape: tuple[int, ...]) -> Tensor | None:
+    """A checked global scale with one entry for each matrix."""
+    if global_scale is None:
+        return None
+    wanted, global_scale = format.global_scale_shape(shape) if format.scales_matrices else (), global_scale.detach()
+    if tuple(global_scale.shape) == wanted:
+        return global_scale
+    one = global_scale.numel() == 1 and math.prod(wanted) != 1
+    return global_scale.reshape(()).expand(wanted).contiguous() if one else global_scale.reshape(wanted)
+
+
+def _check_global_scale(format: Format, global_scale: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless it is one float32, or one for each matrix of a stack, for a format that has a global scale, and None
+    for the others."""
     if format.global_scale != (global_scale is not None):
         need = "needs a float32 global_scale" if format.global_scale else "has no global_scale"
         raise ValueError(f"{format} {need}")
     if global_scale is None:
         return
-    if not isinstance(global_scale, Tensor) or global_scale.dtype != torch.float32 or global_scale.numel() != 1:
+    numbers = global_scale.numel() if isinstance(global_scale, Tensor) else 0
+    of_stack = format.scales_matrices and len(shape) > 2 and numbers == math.prod(shape[:-2])
+    if not isinstance(global_scale, Tensor) or global_scale.dtype != torch.float32 or not (numbers == 1 or of_stack):
         got = _short(global_scale)
         if isinstance(global_scale, Tensor):
             got = f"{dtype_name(global_scale.dtype)} {tuple(global_scale.shape)}"
+        if len(shape) > 2:
+            each = math.prod(shape[:-2])
+            raise TypeError(
+                f"{format}: global_scale must be one float32, or {each} for the matrices of the stack, got {got}"
+            )
         raise TypeError(f"{format}: global_scale must be one float32, got {got}")
     check_tensor(f"{format}: global_scale", global_scale, torch.float32)
 
@@ -170,6 +189,11 @@ def check_operand(what: str, operand: Any, no_overlap: bool) -> Operand:
     )
 
 
+def _fits(global_scale: Tensor, format: Format, shape: tuple[int, ...]) -> bool:
+    one = global_scale.numel() == 1 or global_scale.shape == format.global_scale_shape(shape)
+    return one and global_scale.dtype is torch.float32
+
+
 def check_sizes(operand: Operand, strided: bool = False) -> None:
     """Raise ValueError unless native code can read the whole operand at its addresses; ``strided``: by its strides.
 
@@ -186,7 +210,7 @@ def check_sizes(operand: Operand, strided: bool = False) -> None:
         and data.dtype.itemsize == 1
         and scale.dtype is format.scale.dtype
         and data.device == scale.device
-        and (global_scale is None or (global_scale.numel() == 1 and global_scale.dtype is torch.float32))
+        and (global_scale is None or _fits(global_scale, format, shape))
         and (global_scale is None or global_scale.device == data.device)
         and min(shape) >= 0
         and (0 in shape or all(map(has_memory if strided else _holds, (data, scale))))

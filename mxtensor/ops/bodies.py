@@ -161,8 +161,12 @@ def _slices_of(name: str, operand: Any) -> tuple[list[Any], _Components | None]:
 
 
 def _repeated(whole: Tensor, shape: torch.Size, count: int) -> Tensor:
-    """A tensor of ``count`` slices of this shape: ``whole``, or a scale that all of them share."""
-    return whole if whole.shape == (count, *shape) else whole.reshape(shape).expand(count, *shape)
+    """A tensor of ``count`` slices of this shape: ``whole``, of which a slice may lack dimensions of size 1, or a scale
+    that all of them share."""
+    if whole.shape == (count, *shape):
+        return whole
+    one_each = whole.dim() > len(shape) and whole.shape[0] == count
+    return whole.reshape(count, *shape) if one_each else whole.reshape(shape).expand(count, *shape)
 
 
 EXPORTED: list[bool] = []

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.autograd import note_write
 from ..core.compat import finished_work
 from ..core.compat_hooks import distributed_caller
 from ..core.dispatch import implements, implements_function
-from ..core.writes import note_write
 from ..numerics.derived import forget
 from ..tensor.mxtensor import MXTensor
 

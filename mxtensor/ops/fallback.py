@@ -7,21 +7,21 @@ logged; inside ``mx.strict()`` both are errors that name the op and the file for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.arguments import described
-from ..core.autograd import mode_of_views
+from ..core.autograd import count_writes, mode_of_views
 from ..core.compat import tree_flatten, tree_unflatten
+from ..core.compat_hooks import PACKAGE, hook_flat_parameters, hook_replicas
 from ..core.dispatch import FALLBACK, implements_function, names_written, refuse_if_strict, written
-from ..core.entry import Entry
-from ..core.explain import measure, record
+from ..core.explain import Entry, measure, record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
-from ..core.writes import count_writes
+from ..core.when_imported import after_import
 from ..tensor.dequantized_view import Decoded, DequantizedView, View
 from ..tensor.mxtensor import MXTensor
 from .inplace import write_back
@@ -198,7 +198,36 @@ def data_ptr(self: MXTensor) -> int:
 def storage(self: Tensor) -> Any:
     """A TypeError, which safetensors shows: it asks here after the memory of ``untyped_storage()`` was refused."""
     raise TypeError(
-        f"{described(self)} has codes and scales and no storage of its own, so safetensors cannot save it; call "
-        "mx.checkpoints.save(model, path), whose folder from_pretrained loads, use torch.save, or save the plain "
-        "tensors .components"
+        f"{described(self)} has codes and scales and no storage of its own, so safetensors cannot save it; for a "
+        "model of transformers call model.save_pretrained(path), for others torch.save(model.state_dict(), path), or "
+        "mx.checkpoints.save(model, path) and model.load_state_dict(mx.checkpoints.load(path))"
     )
+
+
+# ---------------------------------------------------------------------------------------------- plain copies
+
+# FSDP1 and ``nn.DataParallel`` are refused: both copy parameters to plain tensors, without formats and recipes.
+
+
+def _refuse(parameters: Iterable[Tensor], what: str, way_out: str) -> None:
+    """Raise NotImplementedError if one of the parameters is of a class of this package."""
+    for p in parameters:
+        if type(p).__module__.startswith(PACKAGE):
+            raise NotImplementedError(
+                f"{what} copies parameters to plain tensors, and those of class {type(p).__name__}, such as one "
+                f"{tuple(p.shape)}, would be multiplied in high precision; {way_out}"
+            )
+
+
+def _before_flattening(parameters: Iterable[Tensor]) -> None:
+    way_out = "use FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version=2 of accelerate and transformers"
+    _refuse(parameters, "FullyShardedDataParallel (FSDP1)", way_out)
+
+
+def _before_replication(parameters: Iterable[Tensor]) -> None:
+    way_out = "run a process for each GPU (torchrun, DistributedDataParallel), or show this one a single GPU"
+    _refuse(parameters, "nn.DataParallel", f"{way_out} (CUDA_VISIBLE_DEVICES=0)")
+
+
+after_import("torch.distributed.fsdp._flat_param", lambda: hook_flat_parameters(_before_flattening))
+hook_replicas(_before_replication)

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from ..core.autograd import torch_autocasts
 from ..core.compat import any_autocast_is_active, functorch_interpreter
 from ..core.dispatch import implements_function
-from ..core.plan import PLANS
-from ..core.repeated import DEVICES
-from ..core.select import is_observed
-from ..core.shapes import as_matrix, layout
-from ..core.torch_autocast import torch_autocasts
+from ..core.repeated import is_watched, repeated
 from ..core.tracing import is_captured, is_traced, refuse_jit_trace
-from ..kernels.gemm import select
-from ..kernels.gemm.spec import GemmArgs
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .bodies import EXPORTED
 from .fallback import read
-from .matmul import OTHER_LAYOUT, Side, gemm_operands, preference
+from .matmul import OTHER_LAYOUT, has_other_layout
 from .matmul import linear as linear_rule
-from .product_checks import has_other_layout
-from .repeated import RepeatedProduct, repeated
 
 aten = torch.ops.aten
+REPEATED = {"cuda", "cpu"}
+"""Types of devices on which products without gradients are repeated calls."""
 FEW_ROWS = 64
 """Rows up to which no kernel wants a cached form of a weight, so that a CUDA graph decides as eager code does."""
 
@@ -52,27 +45,28 @@ def _runs_whole(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def launch_key(x: Tensor, weight: MXTensor, operand: Operand, *more: Hashable) -> Hashable:
-    """The key of a plan with a launch: all that the launch depends on, addresses included. ``more``: the same of other
-    tensors, such as the bias.
+def repeated_product(
+    name: str, weight: MXTensor, operand: Operand | None, x: Tensor, other: Tensor | None, facts: Hashable,
+    work: Callable[[], Tensor],
+) -> Tensor:  # fmt: skip
+    """``work()``, a product without gradients of x and ``operand`` of a weight, as a repeated call where it may be one.
 
-    If the memory of a weight is freed and another weight gets it, the other one finds this plan only if all of this is
-    equal. The launch is then right for it too.
+    ``other``: the third tensor of the product. ``facts``: what the kind depends on beside the tensors and the weight.
     """
-    global_scale = operand.global_scale
-    return (
-        x.shape, layout(x), x.dtype, x.device, x.data_ptr() & 15,  # kernels read 16 bytes at a time
-        operand.data.data_ptr(), operand.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr(),
-        operand.layouts, operand.shape, weight.dtype, id(weight.recipe),  # pinned by the plan; it has the format
-        more,
-    )  # fmt: skip
+    recipe = weight.recipe.key
+    if operand is None or not recipe or x.device.type not in REPEATED or is_watched():
+        return work()
+    kind = name, recipe, operand.format.name, operand.shape, weight.dtype, facts
+    given = x, operand.data, operand.scale, operand.global_scale, other
+    tensors, _ = repeated(kind, given, lambda: ((work(),), None))
+    return tensors[0]  # type: ignore[return-value]
 
 
 @implements_function(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Tensor) -> Tensor:
     """Without gradients the product runs at once: no ``t``, no second dispatch, no expanded batch.
 
-    The second call of a kind goes straight to the launch of its plan, if that has one.
+    Later calls of a kind run the program of an earlier one.
     """
     matrix = type(weight) is MXTensor and weight.dim() == 2 and input.dim() > 0 and not out
     if not matrix or not _runs_whole(input, weight, bias):
@@ -83,39 +77,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **out: Ten
             return linear_rule(aten.linear.default, (input, weight, bias), {})  # type: ignore[no-any-return]
         return F.linear(input, weight, bias, **out)
     assert isinstance(weight, MXTensor)
-    operand, key = weight._rowwise, None
-    # Where a kernel has launches: look for that of an earlier call of this kind.
-    if operand is not None and select.has_launches(input.device) and not is_observed():
-        added = None if bias is None else (bias.data_ptr(), bias.dtype, bias.shape, layout(bias))
-        captured = input.numel() > FEW_ROWS * input.shape[-1] and is_captured(input)
-        key = launch_key(input, weight, operand, added, captured)
-        plan = PLANS.get(key)
-        if plan is not None and plan.launch is not None:
-            launch = plan.launch
-            if type(launch) is RepeatedProduct:
-                work = partial(linear_rule, aten.linear.default, (input, weight, bias), {})
-                return launch.product(input, operand, bias, work)
-            return launch(input)  # type: ignore[no-any-return]
-        key = key if plan is None else None
-    # The general way, which is also the first call of a kind; ``_cache_launch`` stores a launch for the next one.
-    product: Tensor = linear_rule(aten.linear.default, (input, weight, bias), {})
-    if key is not None:
-        _cache_launch(key, input, weight, bias)
-    return product
+    captured = input.numel() > FEW_ROWS * input.shape[-1] and is_captured(input)
 
+    def work() -> Tensor:
+        return linear_rule(aten.linear.default, (input, weight, bias), {})  # type: ignore[no-any-return]
 
-def _cache_launch(key: Hashable, x: Tensor, weight: MXTensor, bias: Tensor | None) -> None:
-    """Cache the plan of an ``F.linear`` that has just run, with its launch: the kernel's, or the program of a later
-    call."""
-    a, b = gemm_operands("linear", Side(as_matrix(x), False), Side(weight, False))
-    args = GemmArgs(x.dtype, bias)
-    plan = select.plan_of("linear", a, b, args, preference(weight))
-    launch_for = None if plan.kernel is None else plan.kernel.launch_for
-    launch = None if launch_for is None else launch_for(x, a, b, args)
-    if launch is None and plan.kernel is not None and x.device.type in DEVICES:
-        assert weight._rowwise is not None
-        launch = repeated(plan, x, weight._rowwise, bias, weight.recipe)
-    PLANS.put(key, replace(plan, launch=launch, pinned=(weight.recipe,)))
+    return repeated_product("linear", weight, weight._rowwise, input, bias, captured, work)
 
 
 @implements_function(torch.matmul, Tensor.matmul, Tensor.__matmul__)

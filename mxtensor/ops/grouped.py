@@ -1,14 +1,12 @@
 """Products with a stack of weights whose codes are read once: ``F.grouped_mm``, and ``bmm`` of few rows.
 
 Experts that decode call ``F.grouped_mm`` twice a layer, with groups that differ in each call. Their ends stay on the
-device; the second call of a kind goes straight to its launches, which take their address. transformers' ``generate``
-picks the matrix of each token out of the stack instead (``batched_mm``) and calls ``bmm``: groups of equal sizes.
+device; later calls of a kind run the program of an earlier one. transformers' ``generate`` picks the matrix of each
+token out of the stack instead (``batched_mm``) and calls ``bmm``: groups of equal sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,20 +14,16 @@ import torch
 from torch import Tensor
 
 from ..core.dispatch import arguments_of, implements
-from ..core.plan import PLANS
-from ..core.select import is_observed
-from ..core.shapes import as_matrix, layout
+from ..core.shapes import as_matrix
 from ..core.tracing import is_captured, is_traced
 from ..core.when_imported import after_import
 from ..kernels.gemm import cpu_codes, select
 from ..kernels.gemm.spec import GemmArgs
 from ..kernels.small_m import kernel as small_m
-from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
-from .functional import launch_key
-from .matmul import Side, first_of_repeats, gemm_operands, implements_product, preference, product
-from .product_checks import check_dims
+from .functional import repeated_product
+from .matmul import Side, check_dims, first_of_repeats, gemm_operands, implements_product, preference, product
 
 aten = torch.ops.aten
 READ_CODES = small_m.GROUPED.name, cpu_codes.GROUPED.name
@@ -71,35 +65,15 @@ def _are_groups(a: Any, b: Any) -> bool:
 
 
 def _grouped_mm(a: Tensor, b: MXTensor, offs: Tensor) -> Tensor:
-    key = _launch_key(a, b, offs)
-    plan = None if key is None else PLANS.get(key)
-    if plan is not None and plan.launch is not None:
-        return plan.launch(a, offs)  # type: ignore[no-any-return]
-    sides = gemm_operands("_grouped_mm", Side(a, False), Side(b, True))
-    product: Tensor = select.grouped_gemm("_grouped_mm", *sides, offs, GemmArgs(a.dtype), prefer=preference(b))
-    if key is not None and plan is None:
-        _cache_launch(key, a, b, offs)
-    return product
+    def work() -> Tensor:
+        sides = gemm_operands("_grouped_mm", Side(a, False), Side(b, True))
+        args = GemmArgs(a.dtype)
+        return select.grouped_gemm("_grouped_mm", *sides, offs, args, prefer=preference(b))
 
-
-def _launch_key(x: Tensor, weight: MXTensor, ends: Tensor) -> Hashable:
-    """``launch_key`` of the stack and the layout of the ends; None for a call that takes the general way."""
-    operand = weight._columnwise  # of the transposed stack: that of the stack itself, blocked along the contraction
-    if operand is None or not select.has_launches(x.device, select.GROUPED) or is_observed():
-        return None
-    if is_traced(x, ends) or x.is_neg() or x.device != ends.device or ends.dtype is not torch.int32:
-        return None
-    return launch_key(x, weight, operand, "groups", ends.shape, layout(ends))
-
-
-def _cache_launch(key: Hashable, x: Tensor, weight: MXTensor, ends: Tensor) -> None:
-    """Cache the plan of a product that has just run, with the launch of its kernel if it has one."""
-    a, b = gemm_operands("_grouped_mm", Side(x, False), Side(weight, True))
-    args = GemmArgs(x.dtype)
-    plan = select.grouped_plan_of("_grouped_mm", a, b, ends, args, preference(weight))
-    launch_for = None if plan.kernel is None else plan.kernel.launch_for
-    launch = launch_for(x, a, b, ends, args) if launch_for is not None and isinstance(b, Operand) else None
-    PLANS.put(key, replace(plan, launch=launch, pinned=(weight.recipe,)))
+    if is_traced(a, offs) or a.is_neg() or a.device != offs.device or offs.dtype is not torch.int32:
+        return work()
+    operand = b._columnwise  # of the transposed stack: that of the stack itself, blocked along the contraction
+    return repeated_product("groups", b, operand, a, offs, None, work)
 
 
 # ---------------------------------------------------------------------------------------------- groups of equal sizes

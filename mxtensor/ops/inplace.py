@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.autograd import count_writes, has_no_memory, note_write
 from ..core.compat import forget_graphs
 from ..core.dispatch import implements, implements_function, refuse_if_strict
-from ..core.entry import Entry
-from ..core.explain import measure, record
+from ..core.explain import Entry, measure, record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
-from ..core.writes import count_writes, has_no_memory, note_write
+from ..kernels.quantize.choose_cast import quantize_operand
 from ..kernels.quantize.hadamard import quantize_rotated
-from ..kernels.quantize.select import quantize_operand
 from ..numerics.derived import forget
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..numerics.reference import SOURCE_DTYPES
+from ..numerics.validate import is_non_overlapping
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..tensor.rotated import RotatedTensor
@@ -42,9 +42,21 @@ def _write(target: Operand, source: Operand) -> None:
 
 def lacks_values(view: MXTensor, base: MXTensor) -> bool:
     """Whether ``view`` shares a scale with values outside it, or lacks a copy that ``base`` has."""
-    shared = base.format.global_scale or FULL in base.format.block
     lacks_copy = len(base.operands) > len(view.operands) or (base._rotated is not None and view._rotated is None)
-    return lacks_copy or (shared and view.numel() != base.numel())
+    return lacks_copy or _shares_scale(view, base)
+
+
+def _shares_scale(view: MXTensor, base: MXTensor) -> bool:
+    """Whether a scale of ``view`` belongs to other values of ``base`` too, or is stored once for several matrices."""
+    if FULL in base.format.block:
+        return view.numel() != base.numel()
+    if not base.format.global_scale:
+        return False
+    of_view, of_base = (t.operands[0].global_scale if t.operands else None for t in (view, base))
+    if of_view is None or of_base is None or (view.numel() == base.numel() and of_view.shape == of_base.shape):
+        return view.numel() != base.numel()
+    whole = base.dim() > 2 and view.dim() > 1 and view.shape[-2:] == base.shape[-2:]
+    return not whole or not is_non_overlapping(of_view.shape, of_view.stride())
 
 
 def _writes_all(w: MXTensor) -> bool:
@@ -173,7 +185,7 @@ def set_data(target: Tensor, value: Tensor) -> None:
         target.data = new  # shape, strides, dtype and device of the outer tensor
     if new.recipe.stored != target.recipe.stored:  # otherwise the layer keeps the cast of its input
         target.recipe = new.recipe
-    target._rowwise, target._columnwise = new._rowwise, new._columnwise
+    target._rowwise, target._columnwise, target._dtype = new._rowwise, new._columnwise, new._dtype
     target._link, target._shard, target._rotated = new._link, new._shard, new._rotated
     if _layout(target) != before:
         forget_graphs()

@@ -79,7 +79,8 @@ def relabel_operand(operand: Operand, old: list[int], new: Dims, size: tuple[int
                 t = t.unsqueeze(i)
         return t
 
-    return place == -2, operand.map_blocks(move, tuple(size[d] for d in target))
+    found = operand.moved(move(operand.data), move(operand.scale), tuple(size[d] for d in target), move)
+    return None if found is None else (place == -2, found)
 
 
 def relabel(w: MXTensor, new: Dims, size: tuple[int, ...], stride: tuple[int, ...]) -> MXTensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.dispatch import every_argument, implements
-from ..kernels.quantize.select import dequantize_operand
+from ..kernels.quantize.choose_cast import dequantize_operand
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor

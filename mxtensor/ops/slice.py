@@ -50,7 +50,7 @@ def _slice_operand(operand: Operand, place: int, start: int, end: int, step: int
         return None
     if FULL in operand.format.block and shape[place] == 0:
         scale = take(scale, 0, 0)  # no values, no scale
-    return operand.with_blocks(data, scale, shape)
+    return operand.moved(data, scale, shape, lambda values: take(values, start, end, step))
 
 
 def sliced(w: MXTensor, dim: int, start: int, end: int, step: int, stride: tuple[int, ...]) -> MXTensor | None:

@@ -163,6 +163,17 @@ def _rows(w: MXTensor, starts: list[int], target: Target) -> Made:
     if w.is_contiguous() and target.stride == contiguous_stride(target.size) and starts[-1] == 0 and cols:
         first = sum(start * step for start, step in zip(starts, w.stride(), strict=True)) // cols
         matrix = reshaped(w, (w.numel() // cols, cols), (cols, 1))
+        if matrix is None and w.dim() > 2 and w.shape[-2]:
+            matrix, first = _matrix_of(w, first)
         if matrix is not None and total % cols == 0 and first + total // cols <= matrix.shape[0]:
             piece = sliced(matrix, 0, first, first + total // cols, 1, matrix.stride())
     return piece, lambda piece: reshaped(piece, target.size, target.stride)
+
+
+def _matrix_of(w: MXTensor, row: int) -> tuple[MXTensor | None, int]:
+    """The matrix of a contiguous stack that has this row of all its rows, and which of its rows that is."""
+    rows, cols = w.shape[-2:]
+    stack = reshaped(w, (w.numel() // (rows * cols), rows, cols), (rows * cols, cols, 1))
+    place = row // rows
+    one = None if stack is None else sliced(stack, 0, place, place + 1, 1, stack.stride())
+    return None if one is None else reshaped(one, (rows, cols), (cols, 1)), row - place * rows

@@ -27,8 +27,9 @@ aten = torch.ops.aten
 CUTS = "the result would not be made of whole blocks"
 
 
-def _alike(tensors: Sequence[Any]) -> bool:
-    """Whether the codes of these can be joined: one cast, one dtype, the same copies, equal global scales."""
+def _alike(tensors: Sequence[Any], whole: bool) -> bool:
+    """Whether the codes of these can be joined: one cast, one dtype, the same copies, equal global scales. ``whole``:
+    matrices stay whole, and each keeps its global scale."""
     first = tensors[0]
     if not all(isinstance(t, MXTensor) and t.recipe.stored == first.recipe.stored for t in tensors):
         return False
@@ -38,10 +39,10 @@ def _alike(tensors: Sequence[Any]) -> bool:
         return False
     if first.format.block[0] == FULL:
         return False
-    if not first.format.global_scale:
+    if not first.format.global_scale or whole:
         return True
     scales = [o.global_scale for t in tensors for o in t.operands]
-    return all(s is scales[0] for s in scales) or (not is_traced(*scales) and len({float(s) for s in scales}) == 1)
+    return all(s is scales[0] or (not is_traced(s) and s.equal(scales[0])) for s in scales)
 
 
 def _joined(operands: list[Operand], place: int, shape: tuple[int, ...]) -> Operand | None:
@@ -51,7 +52,16 @@ def _joined(operands: list[Operand], place: int, shape: tuple[int, ...]) -> Oper
     if block == FULL or first.format.why_not_split(place, *(o.shape[place] for o in operands[:-1])):
         return None
     data = torch.cat([o.data.view(torch.uint8) for o in operands], place).view(first.data.dtype)
-    return first.with_blocks(data, torch.cat([o.scale for o in operands], place), shape)
+    scale, global_scale = torch.cat([o.scale for o in operands], place), first.global_scale
+    if place < -2 and global_scale is not None:
+        global_scale = torch.cat([_of_matrices(o) for o in operands], place)
+    return first.with_scales(data, scale, global_scale, shape)
+
+
+def _of_matrices(operand: Operand) -> Tensor:
+    """The global scales of a stack: (..., 1, 1)."""
+    assert operand.global_scale is not None
+    return operand.global_scale.expand(operand.format.global_scale_shape(operand.shape))
 
 
 def _place(dims: list[int], dim: int) -> int:
@@ -68,7 +78,9 @@ def cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Equal formats join if every tensor but the last ends on a block boundary."""
     tensors, dim = (*args, 0)[:2] if "dim" not in kwargs else (args[0], kwargs["dim"])
     tensors = [t for t in tensors if t.dim() != 1 or t.shape[0]]  # torch skips the legacy empty tensor
-    if len(tensors) == 0 or not _alike(tensors):
+    first = tensors[0] if tensors else None
+    whole = isinstance(first, MXTensor) and dim % first.dim() < first.dim() - 2
+    if len(tensors) == 0 or not _alike(tensors, whole):
         return read(func, args, kwargs, "not one format throughout")  # type: ignore[no-any-return]
     out = torch.cat([torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors], dim)
     dim = dim % tensors[0].dim()
@@ -106,7 +118,12 @@ def _move(
         def move(t: Tensor) -> Tensor:
             return on_bytes(t, lambda raw: fn(raw, [p + t.dim() for p in places]))
 
-        return operand.map_blocks(move, tuple(size[d] for d in dims))
+        global_scale = operand.global_scale
+        if operand.has_stack_scales and any(p < -2 for p in places):
+            assert global_scale is not None
+            global_scale = move(global_scale)
+        shape = tuple(size[d] for d in dims)
+        return operand.with_scales(move(operand.data), move(operand.scale), global_scale, shape)
 
     return _or_values(with_operands(w, moved, size, out.stride()), func, args, kwargs)
 
@@ -152,7 +169,11 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
         )
         if rows == FULL or not whole or not operand.format.data_shape(operand.shape)[-1]:
             return None
-        return operand.map_blocks(lambda t: t.repeat(counts), tuple(size[d] for d in dims))
+        global_scale, shape = operand.global_scale, tuple(size[d] for d in dims)
+        if operand.has_stack_scales:
+            assert global_scale is not None
+            global_scale = global_scale.repeat([*counts[:-2], 1, 1])
+        return operand.with_scales(operand.data.repeat(counts), operand.scale.repeat(counts), global_scale, shape)
 
     w = w.expand(*([1] * fresh), *w.shape)
     return _or_values(with_operands(w, repeated, size, out.stride()), func, args, kwargs)
@@ -175,7 +196,12 @@ def _picked(w: MXTensor, index: Tensor) -> MXTensor | None:
         if operand.format.block[0] == FULL:
             return None
         shape = tuple(size[d] for d in dims)
-        return operand.map_blocks(lambda t: on_bytes(t, lambda raw: _matrices(raw, index)), shape)
+        data, scale = (on_bytes(t, lambda raw: _matrices(raw, index)) for t in (operand.data, operand.scale))
+        global_scale = operand.global_scale
+        if operand.has_stack_scales:
+            assert global_scale is not None
+            global_scale = _matrices(global_scale, index)
+        return operand.with_scales(data, scale, global_scale, shape)
 
     return with_operands(w, picked, size, contiguous_stride(size))
 
@@ -191,7 +217,8 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
         return _or_values(_picked(w, first), func, args, kwargs)
     operand = w._rowwise
     used = sum(i.dim() if i is not None and i.dtype in (torch.bool, torch.uint8) else 1 for i in indices)
-    trailing = 1 if w.format.block[0] == 1 else 2
+    stacked = operand is not None and operand.has_stack_scales
+    trailing = 1 if w.format.block[0] == 1 and not stacked else 2
     if operand is None or w.format.block[0] == FULL or used > w.dim() - trailing:
         return read(func, args, kwargs, CUTS)  # type: ignore[no-any-return]
 
@@ -200,7 +227,11 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
 
     data = pick(operand.data)
     size = (*data.shape[:-1], w.shape[-1])
-    picked = operand.with_blocks(data, pick(operand.scale), size)
+    global_scale = operand.global_scale
+    if stacked:
+        assert global_scale is not None
+        global_scale = pick(global_scale)
+    picked = operand.with_scales(data, pick(operand.scale), global_scale, size)
     return w.replace(picked, None, size)
 
 
@@ -227,11 +258,17 @@ def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
         shape = tuple(out.shape[d] for d in dims)
 
         def grow(t: Tensor, target: tuple[int, ...], fill: float) -> Tensor:
-            spans = [n for i in reversed(range(t.dim())) for n in (before[i], target[i] - t.shape[i] - before[i])]
+            first = [0 if t.shape[i] == target[i] else n for i, n in enumerate(before)]
+            spans = [n for i in reversed(range(t.dim())) for n in (first[i], target[i] - t.shape[i] - first[i])]
             return on_bytes(t, lambda raw: F.pad(raw, spans, value=fill))
 
         data = operand.data if shape[-1] == operand.shape[-1] else clear_padding(operand)
         data = grow(data, operand.format.data_shape(shape), 0)
-        return operand.with_blocks(data, grow(operand.scale, operand.format.scale_shape(shape), zero_scale), shape)
+        global_scale = operand.global_scale
+        if operand.has_stack_scales:
+            assert global_scale is not None
+            global_scale = grow(global_scale, operand.format.global_scale_shape(shape), 1.0)
+        scale = grow(operand.scale, operand.format.scale_shape(shape), zero_scale)
+        return operand.with_scales(data, scale, global_scale, shape)
 
     return _or_values(with_operands(w, padded, tuple(out.shape), out.stride()), func, args, kwargs)

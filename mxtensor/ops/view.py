@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..core.compat import forget_graphs, return_and_correct_aliasing
-from ..core.dispatch import implements
+from ..core.autograd import count_writes, has_no_memory, mode_of_views
+from ..core.compat import forget_graphs, return_and_correct_aliasing, tree_flatten, tree_leaves, tree_unflatten
+from ..core.dispatch import VIEW_FALLBACK, arguments_of, implements, names_written
+from ..core.explain import measure
 from ..core.shapes import contiguous_stride, inferred_shape, wrapped_dim
 from ..numerics.formats import FULL
 from ..numerics.operand import Operand
+from ..tensor.dequantized_view import Decoded, DequantizedView
 from ..tensor.fsdp import flat_values
 from ..tensor.mxtensor import MXTensor
+from .fallback import is_view, keeps_size, note, viewed
+from .inplace import write_back
 from .layout import Dims, assemble, finish, order, outer, relabel, relabel_operand, sides
 
 aten = torch.ops.aten
@@ -98,9 +105,15 @@ def expand(func: Any, args: Any, kwargs: Any) -> Any:
         shared = {1: 1, FULL: len(target)}.get(operand.format.block[0], min(2, len(target)))  # dims one scale spans
         data = start.data.expand(*shape[:-1], -1)
         scale = start.scale.expand(*shape[: len(target) - shared], *([-1] * shared))
-        placed[columnwise] = start.with_blocks(data, scale, shape)
+        grown_operand = start.moved(data, scale, shape, partial(_expanded, shape=shape))
+        if grown_operand is not None:
+            placed[columnwise] = grown_operand
     result = assemble(w, placed.get(False), placed.get(True), size, out.stride())
     return finish(func, args, kwargs, result, f"expanding to {size}")
+
+
+def _expanded(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return values.expand(shape)
 
 
 # ---------------------------------------------------------------------------------------------- reshapes
@@ -140,7 +153,7 @@ def _view_components(operand: Operand, shape: tuple[int, ...]) -> Operand | None
         scale = operand.scale.view(operand.format.scale_shape(shape))
     except RuntimeError:
         return None
-    return operand.with_blocks(data, scale, shape)
+    return operand.moved(data, scale, shape, lambda values: values.view(shape))
 
 
 def reshaped(w: MXTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> MXTensor | None:
@@ -197,3 +210,105 @@ def view_(func: Any, args: Any, kwargs: Any) -> Any:
     w._dtype = out._dtype
     forget_graphs()
     return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+# ---------------------------------------------------------------------------------------------- view writes
+
+# Ops of a view that cuts the blocks of an MXTensor: reads are plain, views stay views, writes quantize it again.
+
+aten = torch.ops.aten
+_CHANGE_SHAPE = (aten.set_, aten.resize_, aten.resize_as_, aten._resize_output_)
+SENDING = ("send", "barrier")
+"""The collectives that only read their first argument; others write to it, which their schemas do not declare."""
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> list[DequantizedView]:
+    """The views that ``func`` writes."""
+    named = arguments_of(func, args, kwargs)
+    names = names_written(func)
+    if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") not in SENDING:
+        names = frozenset((func._schema.arguments[0].name,))
+    return [t for name in names for t in tree_leaves(named.get(name)) if isinstance(t, DequantizedView)]
+
+
+def _check_writable(func: Any, view: DequantizedView) -> Decoded | None:
+    """The decoded values of which ``view`` is a view; None if it has a memory of its own.
+
+    Raises NotImplementedError where a write would not reach the MXTensor.
+    """
+    if view._has_own_memory:
+        return None
+    if func.namespace == "c10d" or torch.Tag.inplace_view in func.tags or func._overloadpacket in _CHANGE_SHAPE:
+        raise NotImplementedError(
+            f"{func} of a view {tuple(view.shape)} that cuts the blocks of an MXTensor is refused: its values have a "
+            "memory and a shape of their own; use clone() and write the result back with copy_()"
+        )
+    if view._decoded is None:
+        raise NotImplementedError(
+            f"{func} cannot write to this view {tuple(view.shape)} that cuts the blocks of an MXTensor: torch.compile "
+            "or a lazy minus sign has separated it from the tensor; write to a view that is made here, or "
+            "w[index] = values"
+        )
+    return view._decoded
+
+
+def _values(t: Any) -> Any:
+    """The plain tensor of a view, up to date with its MXTensor; any other argument itself."""
+    if not isinstance(t, DequantizedView):
+        return t
+    if t._decoded is not None:
+        t._decoded.values()
+    return t._plain
+
+
+def view_fallback(func: Any, args: Any, kwargs: Any) -> Any:
+    """The rule for every op of a ``DequantizedView``.
+
+    Raises NotImplementedError for a write that cannot reach the MXTensor.
+    """
+    if func._can_decompose():
+        return func.decompose(*args, **kwargs)  # inference mode does not decompose composite ops
+    if keeps_size(func, args):
+        return args[0]
+    targets = _targets(func, args, kwargs)
+    flat, spec = tree_flatten((args, kwargs))
+    if targets:
+        return _write(func, flat, spec, targets)
+    first = flat[0]
+    args, kwargs = tree_unflatten([_values(t) for t in flat], spec)
+    if is_view(func) and isinstance(first, DequantizedView):
+        with mode_of_views(func, first):
+            return viewed(func, args, kwargs, first._decoded, first._view)
+    return func(*args, **kwargs)
+
+
+def _write(func: Any, flat: list[Any], spec: Any, targets: list[DequantizedView]) -> Any:
+    found = [(t, t.shape, _check_writable(func, t)) for t in targets]
+    bases = [decoded.base for _, _, decoded in found if decoded is not None]
+    entry = note(func, bases, "requantized", "writes a view that cuts blocks") if bases else None
+    with measure(entry):
+        plain = [_values(t) for t in flat]
+        for _, _, decoded in found:
+            if decoded is not None:
+                decoded.begin_write()
+        args, kwargs = tree_unflatten(plain, spec)
+        out = func(*args, **kwargs)
+        for target, shape, decoded in found:
+            if decoded is None:
+                continue
+            if target._plain.shape != shape:
+                raise ValueError(
+                    f"{func}: the result has shape {tuple(target._plain.shape)}, and out= is a view {tuple(shape)} of "
+                    "an MXTensor, which cannot be resized"
+                )
+            # Other arguments may have been written that are the same MXTensor or views of it.
+            write_back(decoded.base, decoded.with_written(target))
+            if has_no_memory(target._plain):
+                decoded.values()  # now, because a graph that returns the view may not compute them later
+        count_writes(func, targets)
+        given = {id(p): t for p, t in zip(plain, flat, strict=True) if isinstance(t, DequantizedView)}
+        results, structure = tree_flatten(out)
+        return tree_unflatten([given.get(id(r), r) for r in results], structure)
+
+
+VIEW_FALLBACK[:] = [view_fallback]

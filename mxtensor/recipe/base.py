@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from ..core.arguments import check_fields, described, is_one_of
 from ..core.names import find
-from .kernel_preference import KernelPreference
-from .known_fields import KnownFields
-from .linear_recipe import Delayed, LinearRecipe, TensorCasts, recipe_by_key
+from .linear_recipe import Delayed, KernelPreference, LinearRecipe, TensorCasts, recipe_by_key
 
 Parsed = TypeVar("Parsed")
 
@@ -33,6 +33,36 @@ class Format(Enum):
     def bwd(self) -> str:
         """The element of gradients."""
         return self.value[1]
+
+
+class KnownFields:
+    """The base of recipes and configs: setting an attribute that no class declares raises AttributeError.
+
+    A field of a dataclass, an annotated name and a class attribute are declared, also in a user's subclass. Names that
+    begin with an underscore are free.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in _declared(type(self)):  # type: ignore[arg-type]
+            names = sorted(_declared(type(self)))  # type: ignore[arg-type]
+            close = get_close_matches(name, names, 1, 0.75)
+            hint = f"did you mean {close[0]!r}?" if close else f"its fields are {', '.join(names)}"
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}; {hint}")
+        object.__setattr__(self, name, value)
+
+
+@cache
+def _declared(kind: type) -> frozenset[str]:
+    """The public names that instances of ``kind`` may set."""
+    names: set[str] = set()
+    for base in kind.__mro__[:-1]:
+        names |= {*vars(base).get("__annotations__", ()), *vars(base).get("__slots__", ())}
+        for name, value in vars(base).items():
+            # an instance cannot replace a method, or a property without a setter
+            fixed = callable(value) or isinstance(value, (staticmethod, classmethod))
+            if not (value.fset is None if isinstance(value, property) else fixed):
+                names.add(name)
+    return frozenset(name for name in names if not name.startswith("_"))
 
 
 @dataclass(repr=False)

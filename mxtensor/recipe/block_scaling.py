@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..core.arguments import FLAG, check
+from ..core.arguments import FLAG, check, described
 from ..numerics.cast import Cast
 from ..numerics.choices import FourOverSix
 from ..numerics.formats import E8M0, FORMATS, Rounding, ScaleCalculationMode
 from ..numerics.formats import Format as FormatRow
-from .base import BackwardOptions, Format, check_choice, check_no_attention, matching_choice, parse_field
+from .base import BackwardOptions, Format, Recipe, check_choice, check_no_attention, matching_choice, parse_field
 from .linear_recipe import LinearRecipe, TensorCasts
 
 __all__ = ["MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"]
@@ -177,3 +177,27 @@ class NVFP4BlockScaling(BackwardOptions):
         )
         error = matching_choice(self, "nvfp4_4over6_err_mode", ("MAE", "MSE")).lower()
         return FourOverSix.of(error if bounded else f"{error}_448") if wanted else None
+
+
+def recipe_or_default(owner: str, enabled: bool, recipe: Recipe | None) -> Recipe | None:
+    """``recipe``, or ``MXFP8BlockScaling()`` if it is None; None if not ``enabled``: that of ``autocast`` and others.
+
+    ``owner`` names the caller.
+
+    Raises TypeError for an object that is not a Recipe, and for an ``enabled`` that is not True or False.
+    """
+    if isinstance(enabled, (str, Recipe)):
+        raise TypeError(f"{owner}: enabled is {enabled!r}; pass True or False, and the recipe as recipe=")
+    if enabled is not True and enabled is not False:
+        check(owner, "enabled", enabled, FLAG)
+    if isinstance(recipe, LinearRecipe):
+        raise TypeError(
+            f"{owner}: a LinearRecipe is for quantize_; pass an instance of a class of mxtensor.recipe, such as "
+            "MXFP8BlockScaling(), or CustomRecipe for other casts"
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"{owner}: {described(recipe)} is not a recipe; pass an instance of a class of mxtensor.recipe, such as "
+            "MXFP8BlockScaling()"
+        )
+    return (recipe or MXFP8BlockScaling()) if enabled else None

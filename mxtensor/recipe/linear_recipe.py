@@ -1,13 +1,16 @@
 """LinearRecipe: how the tensors of one linear layer are cast. The one recipe type, for training and for inference.
 
 A quantized weight carries one, the autograd function of training runs by one, and the recipe classes of ``mx.recipe``
-and torchao's configs make one by their method ``linear_recipe()``. It is frozen, hashable and holds no tensors.
+and other configs make one by their method ``linear_recipe()``. It is frozen, hashable and holds no tensors. Files
+and pickles of an MXTensor store that of inference as a row of words, since names outlive classes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from enum import Enum
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -16,8 +19,22 @@ from torch import Tensor
 
 from ..core.arguments import FLAG, INTEGER, TEXT, check, instance, optional
 from ..numerics.cast import Cast
+from ..numerics.choices import member
 from ..numerics.formats import Format, Rounding
-from .kernel_preference import KernelPreference
+
+
+class KernelPreference(Enum):
+    """The product kernel that a recipe requires (names and values are torchao's)."""
+
+    AUTO = "auto"
+    """the fastest kernel that accepts the product"""
+    EMULATED = "emulated"
+    """the definition: decode to float32, multiply, round once"""
+
+    @classmethod
+    def of(cls, value: KernelPreference | str) -> KernelPreference:
+        """The member with this name; members of torchao's own enum are accepted by their value. Raises ValueError."""
+        return member(cls, "kernel_preference", value)
 
 
 @dataclass(frozen=True)
@@ -82,8 +99,7 @@ class TensorCasts:
 CASTS = instance(TensorCasts, "TensorCasts, or use LinearRecipe.inference('mxfp8'), which takes names of formats")
 FIELDS = (
     ("input", CASTS), ("weight", CASTS), ("grad", CASTS), ("delayed", optional(instance(Delayed, "a Delayed"))),
-    ("kernel_preference", instance(KernelPreference, "a KernelPreference")), ("name", TEXT),
-    ("quantized_gather", FLAG), ("trains", FLAG),
+    ("name", TEXT), ("quantized_gather", FLAG), ("trains", FLAG),
 )  # fmt: skip
 
 
@@ -107,6 +123,7 @@ class LinearRecipe:
     delayed: Delayed | None = None
     """Scales from earlier steps instead of the tensor's own amax; for formats with one scale per tensor."""
     kernel_preference: KernelPreference = KernelPreference.AUTO
+    """Or its value as a string, such as ``"emulated"``."""
     name: str = "CustomRecipe"
     """The name in messages."""
     quantized_gather: bool = True
@@ -121,6 +138,8 @@ class LinearRecipe:
     def __post_init__(self) -> None:
         for name, kind in FIELDS:
             check("LinearRecipe", name, getattr(self, name), kind)
+        if not isinstance(self.kernel_preference, KernelPreference):
+            object.__setattr__(self, "kernel_preference", KernelPreference.of(self.kernel_preference))
         for cast in (self.weight.rowwise, self.weight.columnwise):
             if cast is not None and cast.format.row_scaled:
                 raise ValueError(
@@ -168,6 +187,12 @@ class LinearRecipe:
     def activation(self) -> Cast | None:
         """The cast of the other operand of fprop; None keeps it in high precision (weight-only)."""
         return self.input.rowwise
+
+    @property
+    def required_kernel(self) -> str | None:
+        """The name of the product kernel that must run; None: the fastest one."""
+        auto = self.kernel_preference is KernelPreference.AUTO
+        return None if auto else str(self.kernel_preference.value)
 
     @property
     def has_tensor_scales(self) -> bool:
@@ -223,3 +248,54 @@ def recipe_by_key(key: str) -> LinearRecipe:
 
 HIGH_PRECISION = LinearRecipe(TensorCasts(), TensorCasts(), TensorCasts(), name="high precision")
 """No product quantized."""
+
+# ---------------------------------------------------------------------------------------------- rows of words
+
+_OF_A_CAST = ("", "_scaling", "_rounding")
+_WORDS = ("kernel_preference", *(name + part for name in ("weight", "activation") for part in _OF_A_CAST))
+_SEED = re.compile(r"-?[0-9]{1,40}")
+_EPSILON = re.compile(r"[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?")
+
+
+def recipe_to_row(recipe: LinearRecipe) -> dict[str, str | None]:
+    """The casts and the kernel preference of an inference recipe, as words."""
+    row: dict[str, str | None] = {"kernel_preference": recipe.kernel_preference.value}
+    for name, cast in (("weight", recipe.stored), ("activation", recipe.activation)):
+        row[name] = cast.format.name if cast else None
+        row[f"{name}_scaling"] = cast.scaling.value if cast else None
+        row[f"{name}_rounding"] = cast.rounding.value if cast else None
+        if cast and cast.seed is not None:
+            row[f"{name}_seed"] = str(cast.seed)
+        if cast and cast.amax_epsilon:
+            row[f"{name}_amax_epsilon"] = repr(float(cast.amax_epsilon))
+        if cast and cast.four_over_six is not None:
+            row[f"{name}_four_over_six"] = cast.four_over_six.value
+    return row
+
+
+def recipe_from_row(row: dict[str, str | None]) -> LinearRecipe:
+    """The inverse of ``recipe_to_row``. Raises ValueError for names that this version does not know, TypeError for
+    anything but a dict of strings."""
+    if not isinstance(row, dict) or any(type(v) is not str and v is not None for v in row.values()):
+        raise TypeError(f"a recipe is stored as a dict of strings, not as {row!r:.80}")
+    missing = [name for name in _WORDS if name not in row]
+    if missing:
+        raise ValueError(f"the stored recipe lacks {', '.join(missing)}: {row!r:.80}")
+
+    def cast(name: str) -> Cast | None:
+        format, scaling, rounding = row[name], row[f"{name}_scaling"], row[f"{name}_rounding"]
+        if format is None or scaling is None or rounding is None:
+            return None
+        seed = row.get(f"{name}_seed")
+        if seed is not None and not _SEED.fullmatch(seed):
+            raise ValueError(f"the seed of a stored recipe must be an integer, got {seed!r:.80}")
+        epsilon = row.get(f"{name}_amax_epsilon") or "0"
+        if not _EPSILON.fullmatch(epsilon):
+            raise ValueError(f"the amax_epsilon of a stored recipe must be a number, got {epsilon!r:.80}")
+        four = row.get(f"{name}_four_over_six")
+        return Cast.of(format, scaling, rounding, None if seed is None else int(seed), float(epsilon), four)
+
+    weight = cast("weight")
+    if weight is None:
+        raise ValueError(f"this row names no weight format: {row}")
+    return LinearRecipe.inference(weight, cast("activation"), row["kernel_preference"] or "auto")

@@ -1,6 +1,6 @@
 """Fits the cost model of small-M products on this GPU and writes its file: ``python -m mxtensor.report.costs``.
 
-The configs that were fastest for some shape (``sm90.json``) and those of ``tile_widths.py`` are timed over many shapes.
+The configs that were fastest for some shape (``sm90.json``) and those of ``even_tiles`` are timed over many shapes.
 Their coefficients are fitted to ``FITTED``; the error is printed on ``HELD_OUT``, shapes that the fit does not see, as
 the median and the 90th percentile of |predicted / measured - 1|, and as the time lost by taking the predicted config in
 place of the fastest.
@@ -21,9 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..kernels.small_m.compile_ahead import compile_all
-from ..kernels.small_m.config import LaunchConfig, config_of
-from ..kernels.small_m.costs import (
+from ..kernels.expected_time import (
     ROWS,
     Cost,
     Key,
@@ -36,12 +34,12 @@ from ..kernels.small_m.costs import (
     tiles_of,
     write,
 )  # fmt: skip
+from ..kernels.small_m.config import Gpu, LaunchConfig, config_of, has_registers, layout_of, registers, registers_in_use
 from ..kernels.small_m.heuristics import FEW, STAND_INS, WGMMA_CAPABILITY, fitted, gpu_of, table
-from ..kernels.small_m.shared_memory import Gpu, layout_of
+from ..kernels.small_m.launch import compile_all
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
-from .tile_widths import even_tiles, pays_off
-from .tune import FORMATS, all_blocks_fit, call, format_name, graph_time, is_narrow, weights
+from .tune import FORMATS, OTHER_REGISTERS, all_blocks_fit, call, format_name, graph_time, is_narrow, weights
 
 FITTED = (
     (4096, 4096), (14336, 4096), (4096, 14336), (6144, 5120), (5120, 5120), (2880, 4096), (5120, 2880), (1024, 4096),
@@ -62,6 +60,14 @@ SAVED = 2
 """The fastest configs that a shape needs: of all, of those with converted activations, and of those without wgmma."""
 LENDERS = {"nvfp4": "mxfp4_e2m1", "mxfp6_e2m3": "mxfp8_e4m3"}
 """A format -> the one that lends it the costs of configs that were not timed for it."""
+MOST_TILES = 8
+"""Tiles along the rows of activations."""
+WIDEST = 256
+"""Columns of a tile: those of one matrix instruction."""
+LEAST_WIDE = 96
+"""Rows from which converted activations are worth tiles of other widths than those of the table."""
+FEW_STAGES = 176
+"""Columns from which four tiles fill the shared memory."""
 Case = tuple[str, bool, int, LaunchConfig]
 Times = dict[Case, list[tuple[int, int, float]]]
 """(format, cast, rows, config) -> (N, K, microseconds) of each shape."""
@@ -82,6 +88,59 @@ def candidates(format: Format, m: int, casts: bool, capability: tuple[int, int])
         if near or narrow:
             found[fitted(config, m) if config.wgmma and m > 64 else config] = None
     return list(found)
+
+
+def widths(rows: int) -> list[int]:
+    """The least columns that divide these rows into 1, 2, ... tiles, in multiples of 8, or of 16 above 32 columns."""
+    found: dict[int, None] = {}
+    for tiles in range(1, MOST_TILES + 1):
+        least = -(-rows // tiles)
+        step = 16 if least > 32 else 8
+        found[-(-least // step) * step] = None
+    return [cols for cols in found if 16 <= cols <= WIDEST]
+
+
+def _divisions(rows: int, cols: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(wr, wk, blocks, stages, ahead) for tiles of these columns."""
+    if cols >= FEW_STAGES:
+        yield 8, 1, 1, 4, 2
+    elif cols > 64:
+        yield from ((8, 1, 1, 8, 2), (12, 1, 1, 8, 2))
+    else:
+        yield from ((4, 1, 2, 8, 4), (8, 1, 1, 8, 2), (8, 1, 1, 8, 4), (12, 1, 1, 8, 2))
+        if cols <= 32:
+            yield 4, 1, 2, 12, 6
+        if rows <= 64:
+            yield 4, 2, 1, 8, 4
+
+
+def even_tiles(format: Format, rows: int) -> Iterator[LaunchConfig]:
+    """Configs of the wgmma kernel whose tiles divide this number of rows evenly, and that have enough registers.
+
+    512 rows in tiles of 256 leave 52 of 132 multiprocessors idle for a weight of 5120 rows, in tiles of 176 only 12: so
+    there are tiles of many widths, of two or three warpgroups, with converted activations and direct.
+    """
+    for cols in widths(rows):
+        for wr, wk, blocks, stages, ahead in _divisions(rows, cols):
+            converted = rows >= LEAST_WIDE and (cols > 64 or rows > 160)
+            for direct in [False] * converted + [True] * (rows >= 16):
+                for split in (1, 2, 4, 8) if direct else (1, 2, 4):
+                    sends = split > 1 and cols <= 64 and cols % split == 0
+                    config = LaunchConfig(
+                        1, cols // 8, wr, wk, 4, stages, blocks, split, False, True, ahead, 0, False, sends, direct
+                    )
+                    used = registers_in_use(config, format.element.bits) + OTHER_REGISTERS
+                    if has_registers(format, config) if direct else used <= registers(config).compute + 8:
+                        yield config
+
+
+def pays_off(config: LaunchConfig, rows: int, n: int, gpu: Gpu) -> bool:
+    """Whether to time it for n weight rows: it fills half of the GPU, columns are split only if all tiles run at a
+    time, and narrow tiles are for small weights."""
+    tiles, at_a_time = tiles_of(config, rows, n), tiles_at_a_time(config, gpu)
+    if 2 * tiles * config.split < gpu.multiprocessors or (config.split > 1 and tiles > at_a_time):
+        return False
+    return config.cols >= min(rows, 128) or tiles <= 2 * at_a_time
 
 
 def products(format: Format, shapes: Sequence[tuple[int, int]], gpu: Gpu) -> Iterator[Product]:
@@ -149,17 +208,14 @@ def fit(times: Times, gpu: Gpu, keep: Callable[[int, int], bool]) -> dict[Case, 
             continue
         known = np.array([features(config, m, n, k, get_format(name), gpu) for n, k, _ in used])
         us = np.array([one for *_, one in used])
-        least = np.array([0, least_step(config), 0, 0, 0, 0])
+        # what the matrix instructions of a step take at least, on an H100 at its highest clock
+        least_step = config.rows * config.cols * config.depth / PRODUCTS_PER_US if config.wgmma else 0.0
+        least = np.array([0, least_step, 0, 0, 0, 0])
         found = least + non_negative_fit(known / us[:, None], 1 - known @ least / us)
         (least_n, most_n), (least_k, most_k) = ((min(sizes), max(sizes)) for sizes in list(zip(*used, strict=True))[:2])
         start, step, byte, wave, tail, columns = map(float, found)
         out[case] = Cost(config, start, step, byte, wave, tail, columns, least_n, most_n, least_k, most_k)
     return out
-
-
-def least_step(config: LaunchConfig) -> float:
-    """Microseconds that the matrix instructions of a step take at least, on an H100 at its highest clock."""
-    return config.rows * config.cols * config.depth / PRODUCTS_PER_US if config.wgmma else 0.0
 
 
 def lent(costs: Mapping[Case, Cost], gpu: Gpu) -> dict[Case, Cost]:

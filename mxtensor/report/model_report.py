@@ -1,18 +1,26 @@
-"""The quantization error of each layer: SQNR, largest error and bytes, and a plot by format."""
+"""The quantization error of each layer: of its weight, with a plot by format, and of its output.
+
+The error of an output is that of the layer by itself, and that with the errors of all layers before it.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import MODULE, TENSOR, TEXT, Kind, check, instance
+from ..convert.heads import is_lookup
+from ..core.arguments import MODULE, TENSOR, TEXT, Kind, check, described, instance
+from ..core.called_layers import Copies, in_evaluation, layers_are_called, with_fresh_cache
 from ..tensor.mxtensor import MXTensor
 
 REFERENCE = instance(
@@ -144,11 +152,133 @@ def short_names(fqns: Sequence[str]) -> list[str]:
     return [".".join(path[shared:]) for path in paths]
 
 
+# ---------------------------------------------------------------------------------------------- outputs
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """The output of one quantized layer, compared with that of the layer before quantization."""
+
+    fqn: str
+    """The name of the weight in ``named_parameters()``."""
+    alone_db: float
+    """SQNR in dB if the layer gets the inputs of the model before quantization: the error of this layer alone."""
+    total_db: float
+    """SQNR in dB in the quantized model, whose inputs have the errors of the layers before."""
+
+
+def output_errors(
+    model: nn.Module,
+    reference: nn.Module,
+    inputs: Sequence[Mapping[str, Any]],
+    done: Callable[[], object] = lambda: None,
+) -> list[OutputError]:
+    """One row per quantized linear layer of ``model`` that ran, in the order of the model.
+
+    ``reference``: the model before ``quantize_``, another object, on the same device. ``inputs``: the keyword arguments
+    of each call, such as ``{"input_ids": ids}``; both models run once for each, in evaluation mode. Memory holds the
+    outputs of all quantized layers of one call. ``done`` is called after each. Stacked experts have no row. A layer
+    that routing gives other rows in the two models has nan as its total. Raises ValueError if the reference lacks a
+    layer, TypeError for inputs that are not dicts.
+    """
+    check("output_errors", "model", model, MODULE)
+    check("output_errors", "reference", reference, MODULE)
+    small = _quantized_layers(model)
+    modules = dict(reference.named_modules())
+    plain: dict[str, nn.Module] = {}
+    for fqn, layer in small.items():
+        path = fqn.rpartition(".")[0]
+        if path not in modules or modules[path] is layer:
+            raise ValueError(
+                f"the reference has no layer {path!r} of its own; pass a copy.deepcopy of the model before"
+            )
+        plain[fqn] = modules[path]
+    if isinstance(inputs, (Mapping, str)):
+        raise TypeError(f"output_errors: inputs is {described(inputs)}; pass a list of dicts, such as [inputs] for one")
+    sums = {fqn: [0.0, 0.0, 0.0] for fqn in small}  # squares of the output, of its error alone, and of that in total
+    ran: set[str] = set()
+    outputs: dict[str, list[Tensor]] = {fqn: [] for fqn in small}
+
+    def before(fqn: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        """The output of a layer before quantization, and that of the quantized one for the same input."""
+        ran.add(fqn)
+        sums[fqn][0] += _squares(out)
+        sums[fqn][1] += _squares(small[fqn](*args, **kwargs) - out)
+        outputs[fqn].append(out.clone())  # what follows may write into it
+
+    def after(fqn: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        """The output of the quantized layer in the quantized model, call by call."""
+        ran.add(fqn)
+        wanted = outputs[fqn].pop(0) if outputs[fqn] else None
+        sums[fqn][2] += math.nan if wanted is None or wanted.shape != out.shape else _squares(out - wanted)
+
+    for given in inputs:
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"output_errors: inputs has {described(given)}; pass the keyword arguments of each call as a dict, "
+                "such as {'input_ids': ids}"
+            )
+        for calls in outputs.values():
+            calls.clear()
+        with torch.no_grad(), in_evaluation(model, reference), layers_are_called():
+            for whole, layers, hook in ((reference, plain, before), (model, small, after)):
+                copies: Copies = {}
+                with ExitStack() as hooks:
+                    for fqn, layer in layers.items():
+                        hooks.enter_context(layer.register_forward_hook(partial(hook, fqn), with_kwargs=True))
+                    whole(**{name: with_fresh_cache(value, copies) for name, value in given.items()})
+        done()
+    return [
+        OutputError(fqn, decibels(signal, alone), decibels(signal, total))
+        for fqn, (signal, alone, total) in sums.items()
+        if fqn in ran
+    ]
+
+
+def _squares(t: Tensor) -> float:
+    return float(t.detach().double().square().sum())
+
+
+def _quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Name of the weight -> module, of linear layers; a module that is used twice has its first name."""
+    found = {}
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, MXTensor) and weight.dim() == 2 and not is_lookup(module):
+            found[f"{path}.weight" if path else "weight"] = module
+    return found
+
+
 # ---------------------------------------------------------------------------------------------- the plot
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 """Okabe and Ito's palette, which is readable with every kind of color vision."""
 MARKERS = "osD^vPX*"
+
+
+def new_figure(caller: str) -> Any:
+    """The class of matplotlib's figures, without pyplot: no global state, no display. Raises ImportError."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{caller} needs matplotlib: pip install 'mxtensor[plot]'") from error
+    return Figure
+
+
+def style_of(number: int) -> dict[str, Any]:
+    """Color and marker of the line with this number; the second round gives each color another marker.
+
+    Lines that are equal overlap; outlines leave both visible.
+    """
+    marker = MARKERS[(number + number // len(COLORS)) % len(MARKERS)]
+    return {"color": COLORS[number % len(COLORS)], "marker": marker, "markerfacecolor": "none"}
+
+
+def light(axes: Any) -> None:
+    """A light grid, and no lines at the top and on the right."""
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def file_of_plot(path: str | os.PathLike[str]) -> Path:
@@ -175,11 +305,7 @@ def plot_layer_errors(
     created. A layer without a finite SQNR has no dot. Returns the path. Raises ValueError if there is nothing to draw,
     IsADirectoryError for a folder, ImportError without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no global state, no display
-    except ImportError as error:
-        raise ImportError("plot_layer_errors needs matplotlib: pip install 'mxtensor[plot]'") from error
-
+    figure_of = new_figure("plot_layer_errors")
     check("plot_layer_errors", "rows_by_format", rows_by_format, ROWS)
     check("plot_layer_errors", "path", path, FILE)
     check("plot_layer_errors", "title", title, TEXT)
@@ -187,7 +313,7 @@ def plot_layer_errors(
     if not fqns:
         raise ValueError("no rows to plot: no model had an MXTensor parameter")
     position = {fqn: i for i, fqn in enumerate(fqns)}
-    figure = Figure(figsize=(10, 2.2 + 0.24 * len(fqns)), layout="constrained")
+    figure = figure_of(figsize=(10, 2.2 + 0.24 * len(fqns)), layout="constrained")
     axes = figure.add_subplot()
     for i, (label, rows) in enumerate(rows_by_format.items()):
         finite = [row for row in rows if math.isfinite(row.sqnr_db)]
@@ -197,19 +323,15 @@ def plot_layer_errors(
             [row.sqnr_db for row in finite],
             [position[row.fqn] for row in finite],
             linestyle="",
-            marker=MARKERS[(i + i // len(COLORS)) % len(MARKERS)],  # the second round gives each color another marker
             markersize=6.5,
-            color=COLORS[i % len(COLORS)],
-            markerfacecolor="none",  # formats with equal mantissas overlap; outlines leave both visible
             markeredgewidth=1.4,
             label=f"{label}, {bits:.3g} bits",
+            **style_of(i),
         )
     axes.set_yticks(range(len(fqns)), short_names(fqns), fontsize=8)
     axes.set_ylim(len(fqns) - 0.4, -0.6)  # the first layer on top
     axes.set_xlabel("SQNR of the weights [dB], higher is better")
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    light(axes)
     figure.suptitle(title, fontsize=13)
     figure.legend(loc="outside lower center", ncols=min(len(rows_by_format), 3), frameon=False)
     path = file_of_plot(path)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from .model_report import COLORS, MARKERS, LayerError, short_names
-from .output_errors import OutputError
+from .model_report import LayerError, OutputError, light, new_figure, short_names, style_of
 from .quality import Quality
 
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -46,17 +45,12 @@ class Measured:
 # ---------------------------------------------------------------------------------------------- plots
 
 
-def kind_of(fqn: str) -> str:
-    """The name of a parameter without the number of its layer: ``layers.q_proj`` for ``layers.3.q_proj.weight``."""
-    return NUMBER.sub("", fqn.removesuffix(".weight"))
-
-
 def series(values: Mapping[str, float]) -> dict[str, tuple[list[int], list[float]]]:
     """Kind of layer -> (positions in this kind, values); a value that is not finite is left out."""
     kinds: dict[str, int] = {}
     out: dict[str, tuple[list[int], list[float]]] = {}
     for fqn, value in values.items():
-        kind = kind_of(fqn)
+        kind = NUMBER.sub("", fqn.removesuffix(".weight"))  # layers.q_proj for layers.3.q_proj.weight
         position = kinds[kind] = kinds.get(kind, -1) + 1
         if math.isfinite(value):
             xs, ys = out.setdefault(kind, ([], []))
@@ -68,24 +62,19 @@ def series(values: Mapping[str, float]) -> dict[str, tuple[list[int], list[float
 
 def plot(panels: Mapping[str, Mapping[str, float]], ylabel: str) -> bytes:
     """A PNG with one panel for each label: the value of each layer by its number, one line for each kind of layer."""
-    from matplotlib.figure import Figure  # not pyplot: no global state, no display
-
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.2 * columns + 1.6, 3.4 * rows + 0.9), layout="constrained")
+    figure = new_figure("a report")(figsize=(4.2 * columns + 1.6, 3.4 * rows + 0.9), layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     handles: dict[str, Any] = {}
     for axes, (label, values) in zip(grid, panels.items(), strict=False):
         for i, (kind, (xs, ys)) in enumerate(series(values).items()):
-            style = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[(i + i // len(COLORS)) % len(MARKERS)]}
-            handles[kind] = axes.plot(xs, ys, linewidth=1.1, markersize=4.5, markerfacecolor="none", **style)[0]
+            handles[kind] = axes.plot(xs, ys, linewidth=1.1, markersize=4.5, **style_of(i))[0]
         axes.set_title(label, fontsize=11)
         axes.set_xlabel("layer")
         axes.tick_params(labelbottom=True)
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
+        light(axes)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     for axes in grid[::columns]:
@@ -152,10 +141,7 @@ def page(title: str, about: Mapping[str, str], models: Sequence[Measured]) -> st
 
     Raises ImportError without matplotlib, ValueError if no model has a quantized layer.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError("a report needs matplotlib: pip install 'mxtensor[plot]'") from error
+    new_figure("a report")  # raises before anything is drawn
     if not any(m.weights for m in models):
         raise ValueError("no layer is quantized, so there is nothing to report; pass --format")
     out = [f"<h1>{escape(title)}</h1>"]

@@ -64,34 +64,20 @@ def log_probabilities(model: Any, rows: Tensor, done: Callable[[], object] = lam
     return torch.stack(out)
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """One number for each predicted token."""
-
-    loss: Tensor
-    """The negative logarithm of the probability of the token that follows."""
-    other_loss: Tensor
-    """The same of the other model."""
-    kl: Tensor
-    same: Tensor
-
-
-def _tokens(found: Tensor, reference: Tensor, rows: Tensor) -> _Tokens:
+def _tokens(found: Tensor, reference: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    """Four numbers for each predicted token: the negative logarithm of the probability of the token that follows, the
+    same of the other model, the KL divergence, and whether both find the same token the most likely one."""
     loss, other = (-model.gather(-1, rows[:, 1:, None]).flatten() for model in (found, reference))
     terms = reference.exp() * (reference - found)
     kl = terms.masked_fill(reference.isneginf(), 0.0).sum(-1)  # what cannot follow, by its mask, adds nothing
     same = found.argmax(-1) == reference.argmax(-1)
-    return _Tokens(loss, other, kl.flatten().double(), same.flatten().float())
+    return loss, other, kl.flatten().double(), same.flatten().float()
 
 
-def _exp(x: float) -> float:
-    return math.exp(x) if x < LARGEST_LOSS else math.inf
-
-
-def _quality(tokens: Sequence[_Tokens]) -> Quality:
-    names = ("loss", "other_loss", "kl", "same")
-    loss, other, kl, same = (torch.cat([getattr(t, name) for t in tokens]) for name in names)
-    perplexity, reference = (_exp(x.mean().item()) for x in (loss, other))
+def _quality(tokens: Sequence[tuple[Tensor, ...]]) -> Quality:
+    loss, other, kl, same = map(torch.cat, zip(*tokens, strict=True))
+    means = (x.mean().item() for x in (loss, other))
+    perplexity, reference = (math.exp(x) if x < LARGEST_LOSS else math.inf for x in means)
     error = (kl.std() / len(kl) ** 0.5).item() if len(kl) > 1 else math.nan
     return Quality(perplexity, kl.mean().item(), error, same.mean().item(), len(kl), reference)
 

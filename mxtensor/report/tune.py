@@ -4,6 +4,10 @@ For each format, number of rows and shape, every config that fits is timed in a 
 the L2 cache. The fastest goes to ``kernels/small_m/sm90.json`` (or the file of this compute capability), from which
 ``kernels/small_m/heuristics.py`` chooses. Rows of the table that are not measured again stay. A model that runs never
 tunes anything.
+
+``mx.tune(model)`` times the products of a model's quantized layers, among the configs that the cost model of
+``kernels/expected_time.py`` expects to be fastest. The result serves all later processes on this kind of GPU, in the
+folder of compiled kernels.
 """
 
 from __future__ import annotations
@@ -12,26 +16,39 @@ import argparse
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..kernels.quantize.select import quantize_operand
+from ..core.kernel import forget_decisions
+from ..core.progress import with_progress
+from ..kernels.expected_time import by_expected_time, costs_of, rows_key, tiles_at_a_time, tiles_of
+from ..kernels.quantize.choose_cast import quantize_operand
 from ..kernels.runtime import nvrtc
-from ..kernels.runtime.cuda_macros import RESERVED
-from ..kernels.small_m.compile_ahead import compile_all
-from ..kernels.small_m.config import KINDS, LaunchConfig, registers, registers_in_use
-from ..kernels.small_m.costs import tiles_at_a_time, tiles_of
-from ..kernels.small_m.heuristics import FEW, ROWS, WGMMA_CAPABILITY, Measured, gpu_of, path_of, read, write
-from ..kernels.small_m.launch import Weight, launch
-from ..kernels.small_m.shared_memory import Gpu, layout_of
+from ..kernels.runtime.nvrtc import RESERVED
+from ..kernels.small_m.config import KINDS, Gpu, LaunchConfig, can_use_wgmma, layout_of, registers, registers_in_use
+from ..kernels.small_m.heuristics import (
+    FEW,
+    ROWS,
+    WGMMA_CAPABILITY,
+    Measured,
+    gpu_of,
+    path_of,
+    read,
+    stand_in,
+    store_tuned,
+    write,
+)
+from ..kernels.small_m.launch import Weight, compile_all, launch, resolve
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, get_format
 from ..numerics.operand import Operand
+from ..tensor.mxtensor import MXTensor
 
 FORMATS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1", "nvfp4")
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (1024, 4096))
@@ -42,6 +59,9 @@ NARROW_IN_FLIGHT = ((8, 2), (8, 4), (12, 6))
 """(stages, ahead) of tiles narrower than the rows need."""
 OTHER_REGISTERS = 60
 """Registers of a thread that multiplies converted activations, beside its sums and the codes that it loads ahead."""
+TUNED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTENDERS = 6
+"""Configs that ``mx.tune`` times for one product: those that the cost model expects to be fastest."""
 COLD = 4
 """Total size of the weights that are used in turn, in L2 cache sizes."""
 
@@ -81,11 +101,6 @@ def is_narrow(config: LaunchConfig, rows: int) -> bool:
     return config.wgmma and config.nt < columns(rows)[0]
 
 
-def one_wave(config: LaunchConfig, rows: int, n: int, gpu: Gpu) -> bool:
-    """Whether all tiles run at a time."""
-    return tiles_of(config, rows, n) <= tiles_at_a_time(config, gpu)
-
-
 def wgmma(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConfig]:
     """Configs of the wgmma kernel."""
     # (stages, ahead): tiles and chunks in flight; fewer for 256 columns
@@ -112,7 +127,7 @@ def wgmma(bits: int, rows: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchConf
         if narrow and ((stages, ahead) not in NARROW_IN_FLIGHT or reduce_dsmem != (split > 1)):
             continue
         filled = tiles_of(config, rows, n) * split >= 0.6 * gpu.multiprocessors
-        if filled and ((split == 1 and not narrow) or one_wave(config, rows, n, gpu)):
+        if filled and ((split == 1 and not narrow) or tiles_of(config, rows, n) <= tiles_at_a_time(config, gpu)):
             yield config
 
 
@@ -238,20 +253,86 @@ def fastest(format: Format, m: int, n: int, k: int, kind: str, copies: Sequence[
             yield Measured(format.name, cast is not None, m, n, k, us, config)
 
 
-def _case(line: Measured) -> tuple[Any, ...]:
-    """What a measurement is about: format, shape, rows, kind of kernel, and whether activations were cast."""
-    return line.format, line.n, line.k, line.m, line.config.kind, line.casts
-
-
 def merged(old: Iterable[Measured], new: Iterable[Measured]) -> list[Measured]:
-    """All measurements in the order of their cases; a new one replaces the old one of the same case."""
-    by_case = {_case(line): line for line in (*old, *new)}
+    """All measurements in the order of their cases; a new one replaces the old one of the same case.
+
+    A case is a format, shape, number of rows, kind of kernel, and whether activations were cast.
+    """
+    by_case = {(line.format, line.n, line.k, line.m, line.config.kind, line.casts): line for line in (*old, *new)}
     return [by_case[case] for case in sorted(by_case)]
 
 
 def update(path: Path, found: Iterable[Measured]) -> None:
     """Write measurements to the table at ``path``; its rows of other cases stay."""
     write(path, merged(read(path) if path.exists() else [], found))
+
+
+# ---------------------------------------------------------------------------------------------- mx.tune
+
+
+def _products(model: nn.Module) -> dict[tuple[str, bool, int, int], torch.device]:
+    """(format, cast of activations, N, K) -> device, of the quantized layers on CUDA devices."""
+    found = {}
+    for layer in model.modules():
+        w = getattr(layer, "weight", None)
+        if isinstance(w, MXTensor) and w.dim() == 2 and w.device.type == "cuda":
+            n, k = w.shape
+            found[stand_in(w.format), w.recipe.activation is not None, n, k] = w.device
+    return found
+
+
+def _contenders(format: Format, casts: bool, m: int, n: int, k: int, gpu: Any) -> list[LaunchConfig]:
+    """The configs to time for one product, the one that is expected to be fastest first; ``casts``: of activations that
+    are cast, which no direct config reads."""
+    model, rows = costs_of(gpu.capability), rows_key(m)
+    costs = (casts and m <= FEW and model.get((format.name, True, rows))) or model.get((format.name, False, rows), ())
+    wgmma = can_use_wgmma(format, k, 0, (0, 0))
+    order = [config for _, config in by_expected_time(costs, m, n, k, format, gpu)]
+    known = [c for c in order if (wgmma or not c.wgmma) and not (casts and c.direct)]
+    return [c for c in known if layout_of(format, c, m, n, k, gpu)][:CONTENDERS]
+
+
+def tune(model: nn.Module, rows: Sequence[int] = TUNED_ROWS, seconds: float = 60.0) -> dict[tuple[int, int, int], str]:
+    """Measure the products of ``model``'s quantized layers with these numbers of activation rows.
+
+    Ends after about ``seconds``; what was not measured by then stays with the cost model. Returns the kind of kernel of
+    each (rows, N, K). Compiled graphs keep the kernels they were captured with. Raises ValueError if the model has no
+    quantized layer on a CUDA device, or for a GPU without a cost model.
+    """
+    products = _products(model)
+    if not products:
+        raise ValueError(
+            "tune needs a model with quantized layers on a CUDA device: mx.quantize_(model.cuda(), 'mxfp8')"
+        )
+
+    end, found = time.monotonic() + seconds, []
+    for (name, casts, n, k), device in with_progress(products.items(), "tuning", "shape"):
+        format, gpu, cast = get_format(name), gpu_of(device), Cast(get_format(name)) if casts else None
+        if not costs_of(gpu.capability):
+            raise ValueError(f"there is no cost model of {gpu.name}; write one with python -m mxtensor.report.costs")
+        if time.monotonic() > end:
+            continue
+        cases = {m: _contenders(format, casts, m, n, k, gpu) for m in rows}
+        with torch.cuda.device(device), torch.no_grad():
+            compile_all(format, [(m, n, k, config, cast) for m in rows for config in cases[m]])
+            copies = weights(format, n, k)
+            for m, configs in cases.items():
+                x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+                for config in configs if time.monotonic() <= end else ():
+                    us = graph_time([partial(call, x, w, config, cast) for w in copies], 3)
+                    found.append(Measured(name, casts, m, n, k, us, config))
+    best: dict[tuple[Any, ...], Measured] = {}
+    for line in sorted(found, key=lambda line: -line.us):
+        best[line[:5]] = line
+    names = {torch.cuda.get_device_name(device) for device in products.values()}
+    for gpu_name in names:
+        store_tuned(gpu_name, list(best.values()))
+    resolve.cache_clear()
+    forget_decisions()
+    return {(line.m, line.n, line.k): line.config.kind for line in best.values()}
+
+
+# ---------------------------------------------------------------------------------------------- the command
 
 
 def shape_of(text: str) -> tuple[int, int]:

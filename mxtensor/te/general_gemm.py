@@ -12,9 +12,10 @@ from torch import Tensor
 from ..core.arguments import checked, described, instance, optional
 from ..core.names import dtype_name
 from ..kernels.gemm.select import gemm
-from ..kernels.gemm.spec import GemmArgs, GemmOperand
+from ..kernels.gemm.spec import GemmArgs
+from ..kernels.operands import GemmOperand
 from ..tensor.mxtensor import MXTensor
-from .quantizer_base import Quantizer
+from .quantizers import Quantizer
 
 
 class Layout(NamedTuple):

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from ..core.compat import is_swapped_by_module
+from ..core.peer_names import Elsewhere
 
 INTERNAL = frozenset({
     "_rowwise", "_columnwise", "_dtype", "_link", "recipe", "_shard", "_rotated", "_quantizer", "_is_param",
-    "_mx_stands_for", "high_precision", "linear_recipe", "shard", "in_dtensor", "fsdp_pre_all_gather",
+    "_mx_stands_for", "high_precision", "linear_recipe", "shard", "agreement", "in_dtensor",
+    "fsdp_pre_all_gather",
 })  # fmt: skip
 """Attributes of the tensor itself: another tensor has its own, and no file can set them."""
 PRESERVED = frozenset({
@@ -99,3 +101,25 @@ class KeepsAttributes(Tensor):
         if is_swapped_by_module():
             new = {name: value for name, value in _dict.__get__(self).items() if name not in INTERNAL} | new
         _dict.__set__(self, new)
+
+
+# ---------------------------------------------------------------------------------------------- torchao attributes
+
+# Errors for the attributes of torchao's tensors, whose codes may be stored otherwise. They name ours.
+
+
+class TorchAOAttributes(Tensor):
+    """The part of MXTensor that refuses what code written for torchao's quantized tensors reads."""
+
+    qdata = Elsewhere("tensor.rowwise.data")
+    scale = Elsewhere("tensor.rowwise.scale")
+    per_tensor_scale = Elsewhere("tensor.rowwise.global_scale")
+    act_quant_kwargs = Elsewhere("tensor.recipe.activation")
+    elem_dtype = Elsewhere("tensor.format.element")
+    block_size = Elsewhere("tensor.format.block")
+    orig_dtype = Elsewhere("tensor.dtype")
+    is_swizzled_scales = Elsewhere("tensor.rowwise.scale, which is never swizzled")
+    from_qdata_and_scales = Elsewhere("mx.MXTensor.from_components")
+    to_nvfp4 = Elsewhere("mx.quantize(x, 'nvfp4')")
+    from_hp = Elsewhere("mx.quantize(x, 'float8_row')")
+    get_hp_scales = Elsewhere("tensor.rowwise.scale and tensor.rowwise.global_scale")

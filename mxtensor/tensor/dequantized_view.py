@@ -1,7 +1,7 @@
 """What a view that cuts blocks is: dequantized values that know the MXTensor they belong to.
 
 A view of whole blocks is an MXTensor over the same codes. Other views have values of their own, so a write to them must
-be quantized into the MXTensor (``ops/view_writes.py``), and their values must follow its writes.
+be quantized into the MXTensor (``ops/view.py``), and their values must follow its writes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.autograd import has_no_memory, state_of
 from ..core.compat import is_fake, make_wrapper_subclass, no_torch_function
 from ..core.compat_compile import run_uncompiled
 from ..core.dispatch import VIEW_FALLBACK
 from ..core.names import dtype_name
-from ..core.writes import has_no_memory, state_of
 
 View = Callable[[Tensor], Tensor]
 """The same view of another dense tensor."""

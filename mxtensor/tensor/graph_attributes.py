@@ -59,3 +59,11 @@ def tell_dynamo(
     """
     when_imported("torch._dynamo.variables.tensor", lambda: hook_graph_attributes(kind, readers, constants))
     run_rules_uncompiled(kind)
+
+
+def give_attributes(kind: type[Tensor], attributes: dict[str, Any]) -> None:
+    """Give the class ``kind`` the attributes of a door, such as ``mxtensor.te``, and tell Dynamo how to read them."""
+    for name, value in attributes.items():
+        setattr(kind, name, value)
+    readers = {name: value.fget for name, value in attributes.items() if isinstance(value, property) and value.fget}
+    tell_dynamo(kind, readers, constants=())

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.arguments import TENSOR, check
-from ..kernels.quantize.select_pair import quantize_operands
+from ..core.arguments import TENSOR, check, instance
+from ..kernels.quantize.choose_pair import quantize_operands
 from ..numerics.cast import Cast
 from ..numerics.formats import Format, Orientation, ScaleCalculationMode, get_format, get_mx_format
 from ..numerics.validate import check_components, check_outer_dtype
@@ -16,6 +16,9 @@ from ..recipe.linear_recipe import LinearRecipe
 from .dequantized_view import DequantizedView
 
 M = TypeVar("M", bound="Makers")
+
+
+DTYPE = instance(torch.dtype, "a torch.dtype")
 
 
 class Makers(Tensor):
@@ -74,3 +77,12 @@ class Makers(Tensor):
         operands = quantize_operands(x, recipe.stored, orientation)
         made: Any = cls
         return made(*operands, recipe, x.dtype, tuple(x.shape), checked=True)  # type: ignore[no-any-return]
+
+    def with_dtype(self, dtype: torch.dtype) -> Tensor:
+        """The same codes and scales with another outer dtype, in which products compute and ``dequantize()`` rounds.
+
+        ``to(dtype)`` gives plain values instead. This tensor itself if the dtype is its own; plain values in a dtype
+        that an MXTensor cannot have, such as an integer. Raises TypeError for other arguments than a dtype.
+        """
+        check("with_dtype", "dtype", dtype, DTYPE)
+        return self if dtype is self.dtype else torch.ops.aten._to_copy.default(self, dtype=dtype)

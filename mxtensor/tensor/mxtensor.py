@@ -3,7 +3,7 @@
 The outer tensor is the wrapper: it has the shape, strides, dtype and device of the dense tensor it stands for. The
 ``rowwise`` operand is blocked along the last dimension of the outer tensor and has its shape. The ``columnwise``
 operand is blocked along the dimension before it and is stored transposed, so every operand is blocked along its own
-last dimension. ``makers``, ``pickles``, ``attributes``, ``fsdp`` and ``te_attributes`` have parts of the class.
+last dimension. ``makers``, ``pickles``, ``attributes`` and ``fsdp`` have parts of the class.
 """
 
 from __future__ import annotations
@@ -17,32 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.arguments import check, described, instance
+from ..core.arguments import check, described
 from ..core.autograd import dequantize_with_gradient
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
-from ..core.compat_compile import hook_cache_keys, hook_guards, hook_unwrapping
+from ..core.compat_cache_keys import hook_cache_keys
+from ..core.compat_compile import hook_guards, hook_unwrapping
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
-from ..core.fingerprint import COMPILATION, fingerprint
+from ..core.fingerprint import compilation_state
 from ..core.names import dtype_name
-from ..core.select import forced_kernel
 from ..core.shapes import contiguous_stride, readable_size, swapped
 from ..core.tracing import constants_of, is_traced, refuse_jit_trace
-from ..core.when_imported import PENDING, install_pending, when_imported
+from ..core.when_imported import PENDING, after_import, install_pending, when_imported
 from ..numerics.formats import Format, Orientation
 from ..numerics.operand import Operand, Rotated, transposed
 from ..numerics.validate import check_outer, known_size
-from ..recipe.linear_recipe import LinearRecipe
-from ..recipe.rows import recipe_to_row
-from .attributes import KeepsAttributes, parameter_of, refuse_attributes
+from ..recipe.linear_recipe import LinearRecipe, recipe_to_row
+from .attributes import KeepsAttributes, TorchAOAttributes, parameter_of, refuse_attributes
 from .dequantized_view import Link
 from .fsdp import GatheredByFSDP2
 from .graph_attributes import readers_of, tell_dynamo
-from .makers import Makers
+from .makers import DTYPE, Makers
 from .pickles import KINDS, Pickled
 from .stored import check_rotated, operand_of, rotated_shape
-from .te_attributes import TransformerEngineAttributes
 
-DTYPE = instance(torch.dtype, "a torch.dtype")
 _TENSORS = ("data", "scale", "global_scale")
 """The tensors of an operand, in the order of ``Operand.tensors``."""
 ROTATED = tuple(f"_inner_rotated_{name}" for name in _TENSORS)
@@ -64,7 +61,7 @@ _NAMES = {
 """(has a rowwise copy, a columnwise copy, a global scale) -> names of its tensors, in the order of ``components``."""
 
 
-class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEngineAttributes):
+class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TorchAOAttributes):
     """A tensor in a block-scaled format that torch code uses like any other.
 
     Make one with :func:`mxtensor.quantize`, :meth:`to_mx` or :meth:`from_components`. ``dtype``, ``shape``,
@@ -79,6 +76,9 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
     """``dtype``, which torch takes 1.5 us to read from a subclass: compiled graphs ask each weight in every call."""
     _link: Link | None = None
     """Set on a view that has only some of the copies of its base, or only some of the values that share a scale."""
+    _rotated: Rotated | None = None
+    """The columnwise copy of a quantizer with a random Hadamard transform. Copies by ``deepcopy`` and pickles have it,
+    other results of torch ops do not, except those of a ``RotatedTensor``, which has no other copy."""
     _inner_rowwise_data = _inner("_rowwise", "data")
     _inner_rowwise_scale = _inner("_rowwise", "scale")
     _inner_rowwise_global_scale = _inner("_rowwise", "global_scale")
@@ -226,6 +226,10 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         return (row.data, row.scale) if row.global_scale is None else row.tensors
 
     @property
+    def _signs(self) -> int | None:
+        return None if self._rotated is None else self._rotated.signs
+
+    @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of all stored codes and scales."""
         return sum(t.numel() * t.dtype.itemsize for t in self.components)
@@ -251,7 +255,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         """The plain values in ``dtype`` (default: ``self.dtype``), with the shape and strides of a clone."""
         if dtype is not None:
             check("dequantize", "dtype", dtype, DTYPE)
-        outer = self if dtype is None or dtype is self.dtype else self.to(dtype)
+        outer = self if dtype is None else self.with_dtype(dtype)
         return dequantize_with_gradient(outer) if isinstance(outer, MXTensor) else outer
 
     def values_to_write(self) -> Tensor:
@@ -307,7 +311,7 @@ class MXTensor(Makers, Pickled, KeepsAttributes, GatheredByFSDP2, TransformerEng
         names, (recipe, dtype, *rest) = self.__tensor_flatten__()
         components = [(n, p.dtype, tuple(p.shape), p.stride()) for n in names for p in (getattr(self, n),)]
         outer = (dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad, *rest)
-        key = (fingerprint(), sorted(COMPILATION.items()), forced_kernel(), recipe_to_row(recipe), outer, components)
+        key = (*compilation_state(), recipe_to_row(recipe), outer, components)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @classmethod
@@ -347,4 +351,4 @@ KINDS["MXTensor"] = MXTensor
 tell_dynamo(MXTensor, readers_of(MXTensor))
 when_imported("torch._functorch._aot_autograd.runtime_wrappers", lambda: hook_unwrapping(MXTensor))
 when_imported("torch._dynamo.guards", lambda: hook_guards(MXTensor))
-when_imported("torch._functorch._aot_autograd.autograd_cache", hook_cache_keys)
+after_import("torch._functorch._aot_autograd.autograd_cache", lambda: hook_cache_keys(compilation_state))

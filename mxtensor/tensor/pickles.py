@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.names import dtype_name
 from ..numerics.operand import Rotated
 from ..numerics.validate import fits_outside
-from ..recipe.rows import recipe_to_row
+from ..recipe.linear_recipe import recipe_to_row
 from .attributes import set_attributes, user_attributes
 from .stored import stored_arguments, to_store
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..core.arguments import check, check_plain, described
 from ..core.devices import cached
+from ..core.peer_names import refuse_arguments
 from ..numerics.cast import SEED, Cast
 from ..numerics.formats import Format, Orientation, Rounding, ScaleCalculationMode
 from ..recipe.linear_recipe import LinearRecipe
@@ -23,6 +24,7 @@ def quantize(
     orientation: Orientation | str = "rowwise",
     rounding: Rounding | str = "nearest",
     seed: int | None = None,
+    **others: Any,
 ) -> MXTensor:
     """Quantize ``x`` (float32, bfloat16, float16 or float64; 1-D or more; any strides) to an MXTensor of its shape.
 
@@ -34,6 +36,8 @@ def quantize(
     quantizes its shard. Raises TypeError for other dtypes, ValueError for an unknown name or a tensor with too few
     dimensions, NotImplementedError for a DTensor whose shards cut blocks or share a scale.
     """
+    if others:
+        refuse_arguments("quantize", others)
     if not isinstance(x, Tensor):
         raise TypeError(
             f"quantize takes a tensor, not {described(x)}; for numbers use torch.as_tensor(x), for a module "

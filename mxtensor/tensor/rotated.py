@@ -16,8 +16,8 @@ from ..core.compat import disable_subclass_torch_function
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.tracing import is_traced, refuse_jit_trace
 from ..core.when_imported import PENDING, install_pending
+from ..kernels.quantize.choose_cast import dequantize_operand
 from ..kernels.quantize.hadamard import quantize_rotated, rotated_back
-from ..kernels.quantize.select import dequantize_operand
 from ..numerics.formats import Orientation
 from ..numerics.operand import Operand, Rotated
 from ..recipe.linear_recipe import LinearRecipe

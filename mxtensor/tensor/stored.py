@@ -18,7 +18,7 @@ from ..numerics.formats import Format
 from ..numerics.operand import Operand, Rotated
 from ..numerics.reference import DTYPES_BY_NAME
 from ..numerics.validate import check_numbers, check_operand, check_outer, is_non_overlapping
-from ..recipe.rows import recipe_from_row
+from ..recipe.linear_recipe import recipe_from_row
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -10,18 +10,18 @@ function of ``linear.py`` in one of two ways:
   mode looks the function up in MODE_FUNCTIONS.
 
 ``interception.py`` fills both tables with the functions that multiply by a weight. A rule reads the call as one linear
-layer (input, weight, bias) and calls ``linear`` with the recipe. Modules of ``mxtensor.nn`` call ``linear`` directly.
+layer (input, weight, bias) and calls ``linear`` with the recipe. Modules of ``mxtensor.te`` call ``linear`` directly.
 ``linear`` then computes::
 
     fprop  y  = x.rowwise    @ w.rowwise^T
     dgrad  dx = g.rowwise    @ w.columnwise^T
     wgrad  dw = g.columnwise @ x.columnwise^T     (accumulated in float32)
 
-and casts each operand once, both copies in one pass, from the high-precision tensor (``operands.py``).
+and casts each operand once, both copies in one pass, from the high-precision tensor (``casts.py``).
 
 Start with ``interception.py``, ``linear.py`` and ``passes.py``, in this order.
 
-A stack of weights goes the same way: ``bmm``, ``F.grouped_mm`` and products of slices are read as layers
-(``calls.py``), and ``linear`` runs the same passes with each matrix and each group of rows cast as if it were alone
-(``stack_operands.py``, ``numerics/groups.py``).
+A stack of weights goes the same way: ``bmm``, ``F.grouped_mm`` and products of slices are read as layers, and
+``linear`` runs the same passes with each matrix and each group of rows cast as if it were alone (``casts.py``,
+``numerics/groups.py``).
 """

@@ -24,7 +24,7 @@ from ..core.tracing import is_captured, is_traced
 from ..numerics.formats import Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .operands import SavedOperand, saved
+from .casts import SavedOperand, saved
 from .training_weight import values_of
 
 

@@ -23,10 +23,10 @@ from ..core.compat_compile import HigherOrderOperator, break_at_checkpoint, run_
 from ..core.peer_names import refuse_arguments
 from ..core.scopes import Scope, Scopes
 from ..recipe import MXFP8BlockScaling, Recipe
-from ..recipe.default import recipe_or_default
+from ..recipe.block_scaling import recipe_or_default
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..training import recompute
-from .experts import watched
+from .grouped import watched
 from .interception import MODE_BODIES, MODE_FUNCTIONS
 
 
@@ -137,7 +137,7 @@ def _within(state: AutocastState, body: Callable[..., Any]) -> Callable[..., Any
 class autocast(ContextDecorator):  # noqa: N801  (as torch and TransformerEngine write it)
     """Inside the block, linear layers run quantized by ``recipe``: the forward pass, and later its backward pass.
 
-    Quantizes ``nn.Linear``, ``nn.MultiheadAttention``, ``F.linear``, products with parameters and ``mxtensor.nn``.
+    Quantizes ``nn.Linear``, ``nn.MultiheadAttention``, ``F.linear``, products with parameters and ``mxtensor.te``.
     Blocks nest, and the innermost applies; a block with ``enabled=False`` runs in high precision. The recipe (default
     ``MXFP8BlockScaling()``) may be edited: every forward pass reads it again. ``amax_reduction_group``: the process
     group that shares delayed scaling's amax. Applies to this thread and asyncio task. Also a decorator.

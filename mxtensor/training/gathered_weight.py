@@ -1,7 +1,7 @@
 """What FSDP2 gathers of a training weight: codes and scales that a rank casts from its rows, or high-precision values.
 
 The choice depends on the recipe, the shape and the number of ranks only, so all ranks choose the same; they compare it
-at the first gather. ``tensor/fsdp.py`` makes operands of gathered tensors.
+at the first gather (``Agreement``). ``tensor/fsdp.py`` makes operands of gathered tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ from torch import Tensor
 from ..core.explain import record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
-from ..kernels.quantize.select import quantize_operand
+from ..kernels.quantize.choose_cast import quantize_operand
 from ..numerics.formats import Rounding
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.fsdp import Gathered, Shard, gather_inputs, pad_rows, ranks_of
 
-AGREED = "_mxtensor_agreed"
-"""The attribute of a shard's values that stores what all ranks gather, once they have agreed on it."""
+
+class Agreement:
+    """What all ranks have agreed to gather of one weight: (key of the recipe, codes or values, mesh).
+
+    To compare is a collective, so either all ranks compare or none does. A rank may replace its local tensor without
+    the others: FSDP2 pads shards that are shorter than the largest whenever a state dict was loaded. Therefore no
+    tensor stores what was agreed. Everything that is made of a weight (shards, views, copies) shares one Agreement.
+    """
+
+    def __init__(self) -> None:
+        self.reached: set[tuple[Any, str, Any]] = set()
 
 
 def refusal(linear_recipe: LinearRecipe, shard: Shard | None) -> str | None:
@@ -54,23 +63,24 @@ def refusal(linear_recipe: LinearRecipe, shard: Shard | None) -> str | None:
 
 
 def quantized_inputs(
-    values: Tensor, linear_recipe: LinearRecipe, shard: Shard, mesh: Any, *ignored: Any, **others: Any
-) -> tuple[tuple[Tensor, ...], Gathered]:
+    values: Tensor, linear_recipe: LinearRecipe, agreement: Agreement, shard: Shard, mesh: Any, *ignored: Any,
+    **others: Any,
+) -> tuple[tuple[Tensor, ...], Gathered]:  # fmt: skip
     """(codes, scales) of this rank's rows, padded to the largest shard, cast from the sharded values in their dtype."""
     cast = linear_recipe.weight.rowwise
     assert cast is not None
-    _check_agreement(values, linear_recipe, "codes", shard.whole, mesh)
+    _check_agreement(values, linear_recipe, agreement, "codes", shard.whole, mesh)
     _record(values, shard, (values.dtype, cast.format), "codes", {})
     return gather_inputs((quantize_operand(pad_rows(values, shard.padded[0]), cast), None), shard)
 
 
 def high_precision_inputs(
-    values: Tensor, linear_recipe: LinearRecipe, shard: Shard | None, reason: str, mesh: Any, outer_size: Any = None,
-    outer_stride: Any = None, module: Any = None, mp_policy: Any = None,
+    values: Tensor, linear_recipe: LinearRecipe, agreement: Agreement, shard: Shard | None, reason: str, mesh: Any,
+    outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None,
 ) -> tuple[tuple[Tensor, ...], Gathered]:  # fmt: skip
     """The values of this rank's rows in the policy's dtype, padded to the largest shard."""
     whole = tuple(outer_size) if outer_size is not None else shard.whole if shard is not None else tuple(values.shape)
-    _check_agreement(values, linear_recipe, "values", whole, mesh)
+    _check_agreement(values, linear_recipe, agreement, "values", whole, mesh)
     padded = shard.padded if shard is not None else (-(-whole[0] // ranks_of(mesh)), *whole[1:])
     _record(values, Shard(whole, padded), values.dtype, "high precision", {"codes": reason})
     values = values if mp_policy is None or mp_policy.param_dtype is None else values.to(mp_policy.param_dtype)
@@ -83,24 +93,26 @@ def gathered_values(outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torc
     return values if values.dtype is dtype else values.to(dtype)
 
 
-def _check_agreement(values: Tensor, linear_recipe: LinearRecipe, kind: str, whole: tuple[int, ...], mesh: Any) -> None:
+def _check_agreement(
+    values: Tensor, linear_recipe: LinearRecipe, agreement: Agreement, kind: str, whole: tuple[int, ...], mesh: Any
+) -> None:
     """Check, at the first gather of a weight, that all ranks gather the same of it.
 
     Otherwise the tensors would not fit each other, or ranks would train different models. Raises RuntimeError on every
     rank.
     """
-    key = (linear_recipe.key, kind)
-    if ranks_of(mesh) == 1 or getattr(values, AGREED, None) == key or is_traced(values):
+    agreed = (linear_recipe.key, kind, mesh)
+    if ranks_of(mesh) == 1 or agreed in agreement.reached or is_traced(values):
         return
     group = mesh.get_group(-1)
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (*key, f"{linear_recipe} in {kind}"), group=group)
+    dist.all_gather_object(said, (linear_recipe.key, kind, f"{linear_recipe} in {kind}"), group=group)
     if len({each[:2] for each in said}) > 1:
         names = ", ".join(f"rank {rank} {name}" for rank, (*_, name) in enumerate(said))
         raise RuntimeError(
             f"ranks do not gather the weight {whole} alike: {names}; give quantize_ the same recipe on every rank"
         )
-    setattr(values, AGREED, key)
+    agreement.reached.add(agreed)
 
 
 def _record(values: Tensor, shard: Shard, formats: Any, chosen: str, refusals: dict[str, str]) -> None:

@@ -1,20 +1,22 @@
 """``linear``: a linear layer with its gradients, the one autograd function of training.
 
-``passes.py`` has the two passes, ``repeated.py`` what repeated calls run instead, and ``graph_ops.py`` what a compiled
-graph holds.
+``passes.py`` has the two passes. On a GPU their calls are repeated calls (``core/repeated.py``). ``graph_ops.py`` has
+what a compiled graph holds.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..core.autograd import differentiable_once, remember_input
+from ..core.autograd import differentiable_once, remember_input, without_autocast
 from ..core.compat import (
     disable_torch_function,
     functorch_interpreter,
@@ -25,21 +27,20 @@ from ..core.compat import (
 )
 from ..core.local import is_sharded
 from ..core.names import dtype_name
-from ..core.nested import over_rows
+from ..core.repeated import may_repeat, repeated
 from ..core.select import dispatch_context, forced_kernel, restore_context
-from ..core.shapes import as_matrix
-from ..core.torch_autocast import without_autocast
+from ..core.shapes import as_matrix, over_rows
+from ..core.tracing import is_captured, is_traced
 from ..numerics.groups import Groups
 from ..numerics.operand import Operand
-from ..recipe.linear_recipe import recipe_by_key
+from ..recipe.linear_recipe import LinearRecipe, recipe_by_key
 from ..tensor.mxtensor import MXTensor
-from . import graph_ops, repeated
+from . import graph_ops
 from .accumulate import WeightOperands, cached_in_block
-from .observe import OBSERVERS, LayerCall, notify
-from .operands import Scales, cached_operands
-from .passes import Inputs, Options, SavedOperands, cast_weight, forward
+from .casts import cached_operands, layout_of
+from .delayed_scaling import Scales
+from .passes import Inputs, Options, SavedOperands, backward, cast_weight, forward
 from .recompute import in_first_pass
-from .stack_operands import layout_of
 from .training_weight import values_of
 
 _log = logging.getLogger("mxtensor")
@@ -62,7 +63,7 @@ def linear(
 
     A stack of weights (G, N, K) has no bias. Without ``ends``, x (G, M, K) has a matrix for each weight. With ``ends``,
     int32 (G,), rows ``ends[g - 1]`` to ``ends[g]`` of x (M, K) are multiplied by ``weight[g]``; rows after the last end
-    give zeros. Each matrix and each group is cast as if it were alone (``stack_operands.py``).
+    give zeros. Each matrix and each group is cast as if it were alone (``casts.py``).
 
     A nested tensor x gives one with the same lengths: all its rows are one matrix.
 
@@ -221,16 +222,75 @@ def _accumulated(
 class _BackwardInfo(NamedTuple):
     """What the backward pass of a layer gets beside its saved tensors."""
 
-    operands: SavedOperands
+    saved: Saved
     inputs: Inputs
     options: Options
     scales: Scales | None
-    layer: repeated.RepeatedLayer | None
-    """The kind of call whose programs run; None: the general passes run."""
     has_ends: bool
     """Whether the last saved tensor is ``ends``."""
     graph_weight: tuple[int, ...] | None
     """The shape of the weight, if ``graph_ops`` runs both passes."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Saved:
+    """What a forward pass has saved. Passes that save in the same way share one object: keys compare it by identity."""
+
+    operands: SavedOperands
+    weight: bool = False
+    """Whether the last tensor is the weight itself, the parameter: a program gives the tensors before it."""
+    repeats: bool = False
+    """Whether the backward pass may be a repeated call."""
+
+
+_saved = lru_cache(maxsize=4096)(Saved)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, scales: Scales | None, needs: tuple[bool, ...],
+    cached: WeightOperands | None, ends: Tensor | None,
+) -> tuple[Tensor, Sequence[Tensor], Saved]:  # fmt: skip
+    """``passes.forward`` of a high-precision weight, as a repeated call where it may be one. ``cached``: the operands
+    of the weight, from an earlier call."""
+
+    def work() -> tuple[list[Tensor], Saved]:
+        groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
+        operands = None if cached is None else cached.operands()
+        y, tensors, how = forward(x, weight, bias, options, scales, operands, needs, groups)
+        others = [t for t in tensors if t is not weight]
+        return [y, *others], (_saved if repeats else Saved)(how, len(others) < len(tensors), repeats)
+
+    w = values_of(weight)
+    repeats = may_repeat(x, w, bias, ends)
+    if repeats:
+        amax, record = (None, None) if scales is None else scales[:2]
+        facts = "fprop", options.linear_recipe.key, needs, options.dtype, options.save_input
+        inputs = x, w, bias, amax, record, ends
+        if cached is not None:
+            facts, inputs = (*facts, cached.row, cached.column), (*inputs, *cached.tensors)  # type: ignore[assignment]
+        made, how = repeated(facts, inputs, work)
+    else:
+        made, how = work()
+    y, *tensors = made
+    assert y is not None
+    return y, [*tensors, weight] if how.weight else tensors, how  # type: ignore[list-item, return-value]
+
+
+def _backward(
+    grad: Tensor, tensors: Sequence[Tensor], how: Saved, inputs: Inputs, options: Options, scales: Scales | None,
+    ends: Tensor | None,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """``passes.backward``, as a repeated call where it may be one."""
+
+    def work() -> tuple[Sequence[Tensor | None], None]:
+        groups = None if ends is None else layout_of(ends, inputs.shape[0], options.linear_recipe)
+        return backward(grad, tensors, how.operands, inputs, options, scales, groups), None
+
+    given = [values_of(t) for t in tensors] if how.weight else tensors
+    if not how.repeats or options.on_wgrad is not None or not may_repeat(grad, *given, ends):
+        return work()[0]
+    facts = "dgrad, wgrad", options.linear_recipe.key, how, inputs
+    return repeated(facts, (grad, *given, ends, *(scales or ())), work)[0]
 
 
 class _Linear(torch.autograd.Function):
@@ -242,7 +302,6 @@ class _Linear(torch.autograd.Function):
         needs = tuple(trains and need for need in ctx.needs_input_grad[:3])
         if will_train:
             needs = (True, weight.requires_grad, False)
-        layer: repeated.RepeatedLayer | None = None
         graph_weight: tuple[int, ...] | None = None
         tensors: Sequence[Tensor]
         stacked, quantized = weight.dim() > 2, isinstance(values_of(weight), MXTensor)
@@ -250,18 +309,19 @@ class _Linear(torch.autograd.Function):
         with without_autocast(x.device):
             if cached is None and graph_ops.takes(x, weight, bias, options, scales):
                 y, tensors, operands = graph_ops.forward(x, weight, bias, options, needs)
-                graph_weight = tuple(weight.shape)
+                graph_weight, how = tuple(weight.shape), Saved(operands)
             elif quantized and (stacked or cached is not None):
                 y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs, groups)
+                how = Saved(operands)
             else:
                 made = None if cached is None else WeightOperands.of(*cached)
                 if made is None and (scales is None or not stacked):
                     made = _accumulated(x, weight, bias, options, needs[0], groups)
-                y, tensors, operands, layer = repeated.forward(x, weight, bias, options, scales, needs, made, ends)
+                y, tensors, how = _forward(x, weight, bias, options, scales, needs, made, ends)
         ctx.save_for_backward(*tensors, *(() if ends is None else (ends,)))
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
         inputs = Inputs(needs, tuple(x.shape), dtypes, stacked)
-        ctx.info = _BackwardInfo(operands, inputs, options, scales, layer, ends is not None, graph_weight)
+        ctx.info = _BackwardInfo(how, inputs, options, scales, ends is not None, graph_weight)
         ctx.dispatch_context = dispatch_context()
         remember_input(ctx, x)
         return y
@@ -279,10 +339,60 @@ class _Linear(torch.autograd.Function):
         _refuse_transforms(grad)
         tensors = ctx.saved_tensors  # a checkpoint recomputes the layer here
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
-            operands, inputs, options, scales, layer, has_ends, graph_weight = ctx.info
+            how, inputs, options, scales, has_ends, graph_weight = ctx.info
+            found: Sequence[Tensor | None]
             if graph_weight is not None:
-                found = graph_ops.backward(grad, tensors, operands, inputs, options, graph_weight)
+                found = graph_ops.backward(grad, tensors, how.operands, inputs, options, graph_weight)
             else:
                 ends, tensors = (tensors[-1], tensors[:-1]) if has_ends else (None, tensors)
-                found = repeated.backward(grad, tensors, operands, inputs, options, scales, layer, ends)
+                found = _backward(grad, tensors, how, inputs, options, scales, ends)
             return *found, None, None, None, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------- observers
+
+# ``linear`` passes each call whose result needs a gradient to every observer, such as ``mx.monitor``. Calls of compiled
+# graphs and of CUDA graphs are not observed. Without an observer this costs one look at an empty list.
+
+
+class LayerCall(NamedTuple):
+    """The arguments of ``linear``."""
+
+    x: Tensor
+    weight: Tensor
+    recipe: LinearRecipe
+    scales: Scales | None
+    ends: Tensor | None
+
+
+class Observer(Protocol):
+    def of_call(self, call: LayerCall) -> Callable[[Tensor], None] | None:
+        """See a call. Returns what sees the gradient of its result, or None."""
+
+
+SHARDS = "_mx_shards"
+"""The attribute of a weight whose rows are several parameters: these, in order."""
+OBSERVERS: list[weakref.ref[Observer]] = []
+
+
+def add(observer: Observer) -> weakref.ref[Observer]:
+    """Register ``observer``, until ``remove`` is called or nothing else references it."""
+    reference = weakref.ref(observer, remove)
+    OBSERVERS.append(reference)
+    return reference
+
+
+def remove(reference: weakref.ref[Observer]) -> None:
+    """Remove an observer, if it is still registered."""
+    OBSERVERS[:] = [other for other in OBSERVERS if other is not reference]
+
+
+def notify(y: Tensor, call: LayerCall) -> None:
+    """Call all observers with a call whose result is ``y``."""
+    if not y.requires_grad or is_traced(call.x) or is_captured(call.x):
+        return
+    for reference in tuple(OBSERVERS):
+        observer = reference()
+        sees = None if observer is None else observer.of_call(call)
+        if sees is not None:
+            y.register_hook(sees)

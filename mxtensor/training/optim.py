@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.arguments import FUNCTION, NUMBER, Kind, check, described, instance, optional
-from ..core.local import local_of
+from ..core.local import local_of, sharded_like
 from ..tensor.mxtensor import MXTensor
-from .fused_adam import STATE, FusedAdam
-from .optimizer_states import values_of_parameter
+from .training_weight import values_of
 
 MASTER = "master_weight"
 """The name of the master weight in ``state`` and ``state_dict``, beside the moments of its parameter."""
@@ -37,6 +36,11 @@ RATE = Kind("a number or a tensor with one", lambda lr: isinstance(lr, Tensor) o
 PARAMS = Kind(
     "the parameters of a model, or a list of groups",
     lambda params: isinstance(params, Iterable) and not isinstance(params, (Tensor, str, bytes)),
+)
+STATE = instance(
+    dict,
+    "a result of state_dict(), with 'state' and 'param_groups'",
+    lambda state: {"state", "param_groups"} <= state.keys(),
 )
 GROUP = instance(dict, "a dictionary with the key 'params'", lambda group: "params" in group)
 
@@ -245,6 +249,14 @@ class MasterWeights(Optimizer):
         return {**super().__getstate__(), **mine, "_written": dict.fromkeys(self._masters, -1)}
 
 
+def values_of_parameter(p: Tensor) -> Tensor:
+    """The dequantized values of a parameter, in the dtype of a master weight."""
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    local = local_of(p.detach())
+    values = local.dequantize(dtype) if isinstance(local, MXTensor) else values_of(local).to(dtype)
+    return sharded_like(p, values)
+
+
 def _refined(p: Tensor, values: Tensor, candidate: Tensor) -> Tensor:
     """``candidate`` for each element that rounds to the present value of ``p``; ``values`` of ``p`` for the others."""
     rounded = values_of_parameter(p.detach().clone().copy_(candidate.detach()))
@@ -271,11 +283,11 @@ def __getattr__(name: str) -> type[MasterWeights]:
     if name not in _names():
         raise AttributeError(
             f"mxtensor.optim has no {name!r}; it has MasterWeights, which takes any optimizer class, "
-            f"FusedAdam, {', '.join(_names())}"
+            f"{', '.join(_names())}; TransformerEngine's FusedAdam is in mxtensor.te"
         )
     made = globals()[name] = _over_masters(getattr(torch.optim, name))
     return made
 
 
 def __dir__() -> list[str]:
-    return ["MasterWeights", FusedAdam.__name__, *_names()]
+    return ["MasterWeights", *_names()]

@@ -29,33 +29,31 @@ from ..core.shapes import as_matrix
 from ..core.tracing import is_traced
 from ..kernels.gemm import emulated
 from ..kernels.gemm.select import gemm, grouped_gemm, grouped_wanted_form, grouped_wgrad, plan_of, wanted_form
-from ..kernels.gemm.spec import Form, GemmArgs, GemmOperand, data_of
-from ..kernels.quantize.select_pair import cast_columns_later
+from ..kernels.gemm.spec import GemmArgs
+from ..kernels.operands import Form, GemmOperand, data_of
+from ..kernels.quantize.choose_pair import cast_columns_later
 from ..numerics.groups import Groups
 from ..numerics.operand import Operand
-from ..recipe.kernel_preference import KernelPreference
-from ..recipe.linear_recipe import LinearRecipe, TensorCasts
+from ..recipe.linear_recipe import KernelPreference, LinearRecipe, TensorCasts
 from ..tensor.mxtensor import MXTensor
-from .operands import (
-    GRAD,
-    INPUT,
+from .casts import (
     SAVED,
-    WEIGHT,
     SavedOperand,
-    Scales,
     Want,
-    amax_of,
     copies,
+    copies_of,
     dgrad_weight,
+    has_values_beside_scales,
     of_shape,
     rows_first,
     saved,
-    scales_of,
     standing_for,
     transposed,
 )
-from .stack_operands import copies_of, has_values_beside_scales
+from .delayed_scaling import GRAD, INPUT, WEIGHT, Scales, amax_of, scales_of
 from .training_weight import values_of
+
+# ---------------------------------------------------------------------------------------------- products
 
 WgradHook = Callable[[Callable[[torch.dtype], Tensor]], Tensor | None]
 
@@ -77,9 +75,6 @@ class Options:
         """The name of the product kernel that the recipe requires; None if it requires none."""
         preference = self.linear_recipe.kernel_preference
         return None if preference is KernelPreference.AUTO else preference.value
-
-
-# ---------------------------------------------------------------------------------------------- casts and products
 
 
 class Products(NamedTuple):
@@ -152,7 +147,7 @@ def _high_precision(op: str, a: Tensor, b: Tensor, dtype: torch.dtype, bias: Ten
         return torch.nn.functional.linear(a.to(dtype), b.to(dtype), bias)
 
 
-def _runs_fast(a: Any, b: Any, dtype: torch.dtype, prefer: str | None) -> bool:
+def runs_fast(a: Any, b: Any, dtype: torch.dtype, prefer: str | None) -> bool:
     """Whether a kernel other than the emulation computes wgrad in ``dtype``.
 
     Hopper has none for float32 results of float8 operands; there wgrad is rounded to bfloat16 first.
@@ -163,7 +158,7 @@ def _runs_fast(a: Any, b: Any, dtype: torch.dtype, prefer: str | None) -> bool:
     return kernel is None or kernel.name != emulated.KERNEL.name
 
 
-# ---------------------------------------------------------------------------------------------- the two passes
+# ---------------------------------------------------------------------------------------------- passes
 
 
 class SavedOperands(NamedTuple):
@@ -237,6 +232,16 @@ def cast_weight(
     sides = _weight_sides(rows, weight, products.recipe, None, need_dx)
     wants = _wants(products, rows, weight, sides, False)
     return copies(values_of(weight), products.recipe.weight, (wants.fprop, wants.dgrad), ())
+
+
+def operands_of_inputs(grad: Tensor, weight: Tensor, options: Options, need_dx: bool, need_dw: bool) -> SavedOperands:
+    """How ``backward`` reads the input and the weight themselves, saved in this order, the input if wgrad needs it."""
+    rows = of_shape((*as_matrix(grad).shape[:-1], weight.shape[-1]), options.dtype or grad.dtype, grad)
+    products = Products.of(options, rows, weight, None)
+    sides = _weight_sides(rows, weight, products.recipe, None, need_dx)
+    return SavedOperands(
+        SavedOperand(int(need_dw)), SavedOperand(1), _wants(products, rows, weight, sides, False).dgrad
+    )
 
 
 def _rows_for(x: Tensor, weight: Tensor) -> Tensor:
@@ -340,7 +345,7 @@ def backward(
             x_col = products.copies(rows, linear_recipe.input, (None, wgrad_want), amax_of(scales, INPUT))[1]
 
         def wgrad(result: torch.dtype) -> Tensor:
-            as_asked = result is dtype or _runs_fast(g_col, x_col, result, products.prefer)
+            as_asked = result is dtype or runs_fast(g_col, x_col, result, products.prefer)
             return products.run("wgrad", g_col, x_col, dtype=result if as_asked else dtype).to(result)
 
         dw = wgrad(dtype).to(w_dtype) if options.on_wgrad is None else options.on_wgrad(wgrad)

@@ -10,20 +10,26 @@ complete; the module then continues with those it has.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import warnings
-from importlib import import_module
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.arguments import described, quantized_by
+from ..core.compat_hooks import hook_model_state_dicts
 from ..core.local import local_of, sharded_like
 from ..core.when_imported import after_import
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
-from .delayed_scaling import DELAYED, DelayedState
-from .histories import LOADED, STATE, delayed_states, owner_of
-from .packed_states import packed, unpacked
+from .delayed_scaling import DELAYED, LOADED, STATE, DelayedState, delayed_states, owner_of
+from .prepared_linear import take_scale
 from .training_weight import TrainingWeight
 
 SLICES = ("query, key and value", "query", "key and value", "query", "key", "value")
@@ -112,11 +118,19 @@ def load_as_parameters(
     precision silently. (torch passes ``strict=True`` to every hook, whatever ``load_state_dict`` was called with.)
     """
     assign = bool(local_metadata.get("assign_to_params_buffers"))
+    take_scale(module, state_dict, prefix)
     histories = None if _has_extra_state(module) else state_dict.pop(prefix + EXTRA_STATE, None)
     for name, parameter in module._parameters.items():
         key = prefix + name
         value = state_dict.get(key)
         if parameter is None or value is None:
+            continue
+        if isinstance(parameter, (MXTensor, TrainingWeight)) and (codes := quantized_by(local_of(value))):
+            error_msgs.append(
+                f"{key} of the state dict is quantized already, by {codes}; load the original values, or those of its "
+                "dequantize()"
+            )
+            state_dict[key] = parameter.detach()
             continue
         if isinstance(parameter, MXTensor):
             if isinstance(value, MXTensor) and value.format != parameter.format:
@@ -145,7 +159,7 @@ def load_histories(module: nn.Module, key: str, histories: Any, error_msgs: list
 
 
 def _has_extra_state(module: nn.Module) -> bool:
-    """Whether the class of the module has an extra state of its own, such as the modules of ``mxtensor.nn``."""
+    """Whether the class of the module has an extra state of its own, such as the modules of ``mxtensor.te``."""
     return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
@@ -206,7 +220,129 @@ def with_recipe(value: Any, parameter: nn.Parameter) -> Any:
     return out
 
 
-after_import(
-    "torch.distributed.checkpoint.state_dict",
-    lambda: import_module(".distributed_state_dict", __package__).install(),
-)
+# ----------------------------------------------------------------------------------------- torch.distributed.checkpoint
+
+# ``set_model_state_dict`` and ``set_state_dict`` of ``torch.distributed.checkpoint`` pass on what the classes of
+# modules save. The histories of a layer that ``quantize_`` has converted are the extra state of one module: they are
+# loaded here, from the state dict of each rank, or from that of rank 0 (``broadcast_from_rank0``).
+
+
+def _modules(model: nn.Module, name_of: Callable[[str], str]) -> Iterator[tuple[str, nn.Module]]:
+    """The name of an extra state in a state dict, and its module."""
+    for fqn, module in model.named_modules():
+        if has_histories(module):
+            yield name_of(f"{fqn}.{EXTRA_STATE}" if fqn else EXTRA_STATE), module
+
+
+def _load(
+    usual: Callable[[dict[str, Any]], Any], model: nn.Module, state_dict: dict[str, Any], broadcast: bool,
+    name_of: Callable[[str], str],
+) -> Any:  # fmt: skip
+    modules = dict(_modules(model, name_of))
+    found = {name: state_dict[name] for name in modules if name in state_dict}
+    rest = {key: value for key, value in state_dict.items() if key not in found} if found else state_dict
+    done = usual(rest)
+    if broadcast and modules:
+        said = [found]
+        dist.broadcast_object_list(said, src=0)
+        found = said[0]
+    errors: list[str] = []
+    for name, histories in found.items():
+        load_histories(modules[name], name, histories, errors)
+    if errors:
+        raise RuntimeError(f"the amax histories of this state dict cannot be loaded: {'; '.join(errors)}")
+    return done
+
+
+# --------------------------------------------------------------------------------------------- histories under autocast
+
+# ``autocast`` changes no model: the histories of its layers are attributes of their weights, which state dicts and
+# ``copy.deepcopy`` leave out. Layers that ``quantize_`` has converted, and those of ``mxtensor.te``, need no call.
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ATTRIBUTE = "_mxtensor_histories"
+"""The attribute of a module that copies its histories."""
+
+
+class _Histories:
+    """Copies the histories of a module's plain parameters, which torch copies without attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Histories:
+        module: Any = self._module()
+        for parameter in module._parameters.values() if module is not None else ():
+            copied = memo.get(id(parameter))  # torch has copied the parameters before, as they come first in a module
+            if copied is not None and not isinstance(parameter, TrainingWeight):
+                for name, state in delayed_states(parameter).items():
+                    setattr(copied, name, state.to(state.history.device))
+        return _Histories(memo.get(id(module), module))
+
+    def __reduce__(self) -> Any:
+        return _Histories, (self._module(),)
+
+
+def track_delayed_scaling(model: ModuleT) -> ModuleT:
+    """Save, load and copy the amax histories of a model that trains under ``autocast`` with delayed scaling.
+
+    Call it once after the model is made, in the run that saves and in the one that loads. Each layer that has run then
+    has an ``_extra_state`` in ``model.state_dict()``; a state dict without them is complete. Other models load such a
+    state dict with ``strict=False``. Returns ``model``. Raises TypeError for an object that is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"track_delayed_scaling takes a module, not a {type(model).__name__}; pass the model that trains"
+        )
+    for module in model.modules():
+        if module._parameters and type(module).set_extra_state is nn.Module.set_extra_state:
+            register_state_dict_hooks(module)
+            module.__dict__[ATTRIBUTE] = _Histories(module)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- histories as bytes
+
+# The amax histories of a module are one tensor of bytes in its state dict. A state dict holds tensors only, so that
+# safetensors, torch.distributed.checkpoint and ``torch.load(weights_only=True)`` take it; no cast of a state dict to
+# another dtype changes bytes.
+
+MAGIC = b"mxtensor delayed scaling 1\n"
+LENGTH = 8
+"""Bytes of the length of the header, which follows MAGIC: JSON, [name, shape] of each float32 tensor in order."""
+
+
+def packed(tensors: dict[str, Tensor], size: int = 0) -> Tensor:
+    """Float32 tensors by name as uint8 (bytes,) on the CPU, with zeros up to ``size`` bytes."""
+    header = json.dumps([[name, list(t.shape)] for name, t in tensors.items()]).encode()
+    start = MAGIC + len(header).to_bytes(LENGTH, "little") + header
+    values = [t.detach().to("cpu").reshape(-1).contiguous().view(torch.uint8) for t in tensors.values()]
+    data = torch.cat([torch.tensor(list(start), dtype=torch.uint8, device="cpu"), *values])
+    return torch.nn.functional.pad(data, (0, max(size - data.numel(), 0)))
+
+
+def unpacked(data: Tensor) -> dict[str, Tensor]:
+    """The tensors of ``packed``. Raises ValueError for other bytes."""
+    if not isinstance(data, Tensor) or data.dtype is not torch.uint8 or data.dim() != 1 or data.is_meta:
+        raise ValueError(f"amax histories are 1-D uint8, not {described(data)}; remove the key to load the rest")
+    raw = data.cpu().numpy().tobytes()
+    if not raw.startswith(MAGIC):
+        raise ValueError("these bytes are not amax histories of mxtensor; remove the key to load the rest")
+    start = len(MAGIC) + LENGTH
+    size = int.from_bytes(raw[len(MAGIC) : start], "little")
+    try:
+        entries = [(str(name), tuple(map(int, shape))) for name, shape in json.loads(raw[start : start + size])]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the header of these amax histories is damaged ({error})") from error
+    at, found = start + size, {}
+    for name, shape in entries:
+        length = 4 * math.prod(shape)
+        if min(shape, default=0) < 0 or at + length > len(raw):
+            raise ValueError(f"the amax histories end before {name} {shape}: {len(raw)} bytes")
+        if length:
+            found[name] = torch.frombuffer(bytearray(raw[at : at + length]), dtype=torch.float32).reshape(shape)
+        at += length
+    return found
+
+
+after_import("torch.distributed.checkpoint.state_dict", lambda: hook_model_state_dicts(_load))

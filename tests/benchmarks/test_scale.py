@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import fsdp, scale
-from benchmarks import scale_model as m
+from benchmarks import fsdp, plots, scale
+from benchmarks import scale as m
 from benchmarks.harness import read_json
 from docs.records import ASSETS, RESULTS
 
@@ -16,7 +16,7 @@ TOKENS = fsdp.BATCH * fsdp.LENGTH
 
 @pytest.fixture(scope="module")
 def record():
-    return {row.work: row for row in read_json(RESULTS / "fsdp.json", fsdp.FsdpRow)[1]}
+    return {row.work: row for row in read_json(RESULTS / "fsdp-h200.json", fsdp.FsdpRow, "train")[1]}
 
 
 @pytest.mark.parametrize(("config", "wire"), [(fsdp.BASE, m.BF16), (fsdp.VALUES, m.BF16), (fsdp.CODES, m.MXFP8)])
@@ -97,7 +97,7 @@ def test_one_gpu_receives_nothing_and_stores_everything():
 def test_parts_add_up_to_the_model():
     for study, layout in LAYOUTS:
         if layout.tensor == 1:  # norms are on every GPU of a layer
-            stored = m.Part.of(study.model, layout).sharded(layout)
+            stored = m.Share.of(study.model, layout).sharded(layout)
             assert stored * layout.shard * layout.pipeline == pytest.approx(study.model.parameters)
 
 
@@ -123,16 +123,50 @@ def test_speeds_are_read_from_the_record():
 
 def test_the_picture_has_a_bar_for_each_kind_and_is_current(tmp_path):
     pytest.importorskip("matplotlib")
-    axes = scale.figure().axes
+    axes = plots.draw_scale().axes
     bars = [len(panel.patches) for panel in axes]
     assert bars == [10 * len(m.KINDS)] * 3 + [10 * len(m.MEMORY)] * 3
-    assert scale.checksum().encode() in (ASSETS / "scale.png").read_bytes(), "draw again: python -m benchmarks.plots"
+    assert plots.scale_checksum().encode() in (ASSETS / "scale.png").read_bytes(), (
+        "draw again: python -m benchmarks.plots"
+    )
 
 
-def test_the_command_prints_its_tables(capsys, monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr("sys.argv", ["scale", "--plot", str(tmp_path / "new" / "scale.png")])
-    scale.main()
+def test_the_command_prints_its_tables(capsys):
+    scale.main(["scale"])
     out = capsys.readouterr().out
     assert "4,161,015,808" in out and "EP32 PP2 FSDP256 DP8" in out and "nvfp4" in out
-    assert (tmp_path / "new" / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------------------------------------- one layer
+
+
+def test_eighty_layers_have_the_parameters_of_a_70b_model_without_embeddings():
+    assert pytest.approx(68.5e9, rel=0.01) == 80 * m.LAYER
+
+
+@pytest.mark.parametrize("setup", m.SETUPS, ids=lambda s: s.name)
+def test_more_gpus_never_take_less_time_nor_fewer_tokens(setup):
+    times, tokens = ([f(setup, gpus) for gpus in m.SHARDED] for f in (m.gather_time, m.tokens_to_hide))
+    assert times == sorted(times) and tokens == sorted(tokens)
+
+
+@pytest.mark.parametrize("gpus", m.SHARDED)
+def test_codes_halve_the_bytes_but_not_the_latency(gpus):
+    plain, codes = m.SETUPS[:2]
+    hops = m.HOP * (max(gpus // m.NODE, 1) - 1)
+    assert (m.gather_time(codes, gpus) - hops) / (m.gather_time(plain, gpus) - hops) == pytest.approx(1025 / 2048)
+
+
+@pytest.mark.parametrize("setup", m.SETUPS, ids=lambda s: s.name)
+def test_at_the_tokens_of_the_table_products_take_as_long_as_communication(setup):
+    tokens = m.tokens_to_hide(setup, 64)
+    reduced = m.collective(m.LAYER * m.REDUCED, 64, setup.link)
+    slack = (
+        m.forward_time(setup, tokens) - m.gather_time(setup, 64),
+        2 * m.forward_time(setup, tokens) - m.gather_time(setup, 64) - reduced,
+    )
+    assert min(slack) == pytest.approx(0, abs=1e-9)
+
+
+def test_one_gpu_sends_nothing():
+    assert m.collective(1e9, 1, 450e9) == 0

@@ -10,7 +10,7 @@ import mxtensor as mx
 from mxtensor.calibration.blocks import Stream
 from mxtensor.calibration.methods import GPTQ, BestScales
 from mxtensor.calibration.moments import Moments, groups_of, inputs_of
-from tests.helpers.calibration_model import FORMS, Stopped, batches, error, model, same, weights
+from tests.helpers.calibration_model import FORMS, Stopped, batches, error, model, same, stopping, weights
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -40,10 +40,10 @@ def test_a_block_is_calibrated_on_the_outputs_of_the_quantized_blocks_before(for
     m, method = model(), GPTQ(correct="none")
     got = mx.calibrate(copy.deepcopy(m), batches(), format, method)
     w = got.layers[2].up.weight
-    moments = Moments(32, w.device, w.recipe.activation, correct=False)
+    moments = Moments(32, w.device, w.recipe.activation)
     for ids in batches():
         inputs, _ = inputs_of([got.layers[2].up], lambda ids=ids: got(ids))
-        moments.add(*inputs[got.layers[2].up])
+        moments.add(inputs[got.layers[2].up], ())
     expected = method.operand(m.layers[2].up.weight, w.recipe.stored, moments)
     assert all(torch.equal(a, b) for a, b in zip(w.rowwise.tensors, expected.tensors, strict=True))
 
@@ -62,9 +62,9 @@ def test_the_stream_runs_the_blocks_as_the_model_does(form):
     m = model(form).train()
     m.layers[1].drop.eval()
     stream = Stream(m, batches(), [block.up for block in m.layers])
-    assert len(stream) == (1 if form == "between" else 3)
+    assert len(stream.blocks) == (1 if form == "between" else 3)
     states = stream.states
-    for index in range(len(stream)):
+    for index in range(len(stream.blocks)):
         states = [stream.run(index, batch, state) for batch, state in enumerate(states)]
     assert m.training and m.layers[0].drop.training and not m.layers[1].drop.training
     m.eval()
@@ -84,28 +84,12 @@ def test_a_shared_weight_stays_shared_and_heads_are_included_if_asked():
                                  "layers.2.down.weight"}  # fmt: skip
 
 
-class StopsInBlock(BestScales):
-    """Raises in the third layer."""
-
-    calls = 0
-
-    def operand(self, w, cast, moments):
-        type(self).calls += 1
-        if type(self).calls == 3:
-            raise Stopped
-        return super().operand(w, cast, moments)
-
-    def __repr__(self):
-        return repr(BestScales())
-
-
 @pytest.mark.parametrize("with_state", [False, True])
 def test_an_interrupted_calibration_leaves_the_model_as_it_was_and_continues(with_state, tmp_path):
     m, state = model(), tmp_path / "state" if with_state else None
     before = dict(m.named_parameters())
-    StopsInBlock.calls = 0
     with pytest.raises(Stopped):
-        mx.calibrate(m, batches(), "mxfp4", StopsInBlock(), state=state)
+        mx.calibrate(m, batches(), "mxfp4", stopping(BestScales(), "operand", 3), state=state)
     assert all(p is before[name] for name, p in m.named_parameters()) and not weights(m)
     whole = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4", BestScales())
     if with_state:
@@ -210,7 +194,7 @@ def test_a_language_model_of_transformers():
     reference = copy.deepcopy(m)
     data = [{"input_ids": ids} for ids in batches()]
     layers = [module for module in m.modules() if isinstance(module, nn.Linear)]
-    assert len(Stream(m, data, layers)) == 2
+    assert len(Stream(m, data, layers).blocks) == 2
     rounded = mx.quantize_(copy.deepcopy(m), "mxfp4-weight-only")
     mx.calibrate(m, data, "mxfp4-weight-only")
     assert m.config.use_cache and len(weights(m)) == 14
@@ -247,12 +231,12 @@ def test_a_layer_is_calibrated_on_the_outputs_of_the_quantized_layers_before_it_
     m, method = model(), GPTQ(correct="model")
     got = mx.calibrate(copy.deepcopy(m), batches(), format, method)
     w = got.layers[0].down.weight
-    moments = Moments(64, w.device, w.recipe.activation, correct=True)
+    moments = Moments(64, w.device, w.recipe.activation, "model")
     for ids in batches():
         now, before = (
             inputs_of([model.layers[0].down], lambda ids=ids, model=model: model(ids))[0] for model in (got, m)
         )
-        moments.add_calls(now[got.layers[0].down], before[m.layers[0].down])
+        moments.add(now[got.layers[0].down], before[m.layers[0].down])
     expected = method.operand(m.layers[0].down.weight, w.recipe.stored, moments)
     assert all(torch.equal(a, b) for a, b in zip(w.rowwise.tensors, expected.tensors, strict=True))
 
@@ -265,8 +249,8 @@ def test_a_weight_makes_up_for_the_cast_of_its_input():
     rounded = mx.quantize(x, "mxfp4").dequantize()
     h = rounded.T @ rounded + 0.01 * rounded.square().sum(0).mean() * torch.eye(32)
     wanted = layer.weight + layer.weight @ ((x - rounded).T @ rounded) @ torch.linalg.inv(h)
-    only = Moments(32, x.device, got.layers[0].up.weight.recipe.activation, correct=False)
-    only.add(x)
+    only = Moments(32, x.device, got.layers[0].up.weight.recipe.activation)
+    only.add([x], ())
     expected = GPTQ(correct="none").operand(wanted, got.layers[0].up.weight.recipe.stored, only)
     same = expected.data == got.layers[0].up.weight.rowwise.data
     assert same.float().mean() > 0.99 and not torch.equal(wanted, layer.weight)
@@ -291,7 +275,7 @@ def test_the_default_follows_the_model_for_weights_only(format, same_as):
 
 def test_layers_with_and_without_a_cast_of_one_input_have_their_own_moments():
     m = model()
-    formats = mx.FqnToConfig({"_default": "mxfp4-weight-only", "layers.0.down": "mxfp4"})
+    formats = {"_default": "mxfp4-weight-only", "layers.0.down": "mxfp4"}
     got = mx.calibrate(copy.deepcopy(m), batches(), formats)
     whole = mx.calibrate(copy.deepcopy(m), batches(), "mxfp4-weight-only")
     a, b = got.layers[0], whole.layers[0]
@@ -310,10 +294,10 @@ def test_a_head_is_calibrated_after_the_blocks(tied):
         assert torch.equal(w.dequantize(), got.get_parameter(name).dequantize())
     w = got.lm_head.weight
     assert isinstance(w, mx.MXTensor) and (got.embed.weight is w) == tied
-    moments = Moments(32, w.device, None, correct=False)
+    moments = Moments(32, w.device, None)
     for ids in batches():  # the embedding of the blocks is the one before: the head is the last to be quantized
         inputs, _ = inputs_of([without.lm_head], lambda ids=ids: without(ids))
-        moments.add(*inputs[without.lm_head])
+        moments.add(inputs[without.lm_head], ())
     expected = method.operand(m.lm_head.weight, w.recipe.stored, moments)
     assert all(torch.equal(a, b) for a, b in zip(w.rowwise.tensors, expected.tensors, strict=True))
 

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.calibration.blocks import Stream
-from mxtensor.calibration.in_use import Call, as_in_use, fresh
+from mxtensor.calibration.blocks import Call, Stream, as_in_use
 from mxtensor.calibration.moments import groups_of, inputs_of
-from mxtensor.report.output_errors import output_errors
+from mxtensor.report.model_report import output_errors
 from tests.helpers.calibration_model import batches, error, model, same, weights
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -25,16 +24,16 @@ def check_stream(m, data, run):
     """Two runs of all blocks give what the last block gives in the model. Returns the number of blocks."""
     stream = Stream(m, data, linear(m))
     seen = []
-    with stream.block(len(stream) - 1).register_forward_hook(lambda module, args, out: seen.append(out)):
+    with stream.blocks[-1].register_forward_hook(lambda module, args, out: seen.append(out)):
         for batch in data:
             run(batch)
     expected = [out[0] if isinstance(out, tuple) else out for out in seen]
     for _ in range(2):
         states = list(stream.states)
-        for index in range(len(stream)):
+        for index in range(len(stream.blocks)):
             states = [stream.run(index, batch, state) for batch, state in enumerate(states)]
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(states, expected, strict=True))
-    return len(stream)
+    return len(stream.blocks)
 
 
 # ---------------------------------------------------------------------------------------------- caches
@@ -116,7 +115,7 @@ def test_one_cache_in_two_arguments_is_one_copy():
         pass
 
     cache = StateCache()
-    call = fresh(Call((torch.ones(1), cache), {"cache": cache, "other": 3}))
+    call = Call((torch.ones(1), cache), {"cache": cache, "other": 3}).fresh()
     assert call.args[1] is call.kwargs["cache"] is not cache and call.kwargs["other"] == 3
 
 

@@ -9,14 +9,14 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.calibration.blocks import Stream
-from mxtensor.calibration.sensitivity import Candidate, Sensitivity, Sums
+from mxtensor.calibration.sensitivity import Candidate, Sums, errors_of_model
 from tests.helpers.calibration_model import FORMS, Stopped, batches, model
 
 FORMATS = ("mxfp4-weight-only", "mxfp6_e2m3-weight-only")
 
 
 def quantized(m, name, format):
-    return mx.quantize_(copy.deepcopy(m), mx.FqnToConfig({name: format}))
+    return mx.quantize_(copy.deepcopy(m), {name: format})
 
 
 def kl(m, reference, data):
@@ -76,9 +76,10 @@ def test_probes_of_a_linear_model_are_exact_in_the_mean():
     x, change = torch.randn(4, 8), 0.1 * torch.randn(5, 8)
     p, d = m(x).softmax(-1), x @ change.T
     expected = ((p * d.square()).sum(-1) - (p * d).sum(-1).square()).mean() / 2
-    found = Sensitivity(
-        Stream(m, [x.repeat(5000, 1)], [m[0]]), [m[0]], lambda layer: {"f": Candidate(layer.weight + change, None)}
-    ).of_model("kl", torch.Generator().manual_seed(0))
+    found = errors_of_model(
+        Stream(m, [x.repeat(5000, 1)], [m[0]]), [m[0]], lambda layer: {"f": Candidate(layer.weight + change, None)},
+        "kl", torch.Generator().manual_seed(0),
+    )  # fmt: skip
     assert found[m[0]]["f"] == pytest.approx(expected.item(), rel=0.05)
 
 

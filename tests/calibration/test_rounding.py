@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from mxtensor.calibration.element_table import element_table
-from mxtensor.calibration.gptq import corrected, gptq, inverse_cholesky, nearest
-from mxtensor.calibration.scales import OF_FRACTIONS, multiples_of
+from mxtensor.calibration.best_scales import OF_FRACTIONS, element_table, multiples_of, nearest
+from mxtensor.calibration.gptq import corrected, gptq, inverse_cholesky
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.elements import decode_elements, encode_elements
 from mxtensor.numerics.formats import FORMATS

@@ -9,12 +9,11 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.calibration.blocks import Stream
-from mxtensor.calibration.edits import in_place
-from mxtensor.calibration.layers import calibrated
-from mxtensor.calibration.pairs import pairs_of
-from mxtensor.calibration.smoothing import AWQ, SmoothQuant
+from mxtensor.calibration.layers import calibrated, in_place
+from mxtensor.calibration.smoothing import AWQ, SmoothQuant, pairs_of
 from mxtensor.convert.changes import checked_changes
-from mxtensor.convert.choose import choose
+from mxtensor.convert.configs import choose
+from tests.helpers.calibration_model import Stopped, stopping
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,7 +43,7 @@ def data():
 
 def layers_of(m, format):
     changes = checked_changes(m, choose(m, format, None)[0])
-    return {layer: change for change in changes if (layer := calibrated(change)) is not None}
+    return calibrated(changes)
 
 
 def lost(q, m):
@@ -164,35 +163,30 @@ def test_less_is_lost_than_without(format, rounding):
     assert all(not p.requires_grad for p in smoothed.parameters())
 
 
-def test_an_interrupted_calibration_leaves_every_parameter_and_continues(tmp_path, monkeypatch):
+def test_an_interrupted_calibration_leaves_every_parameter_and_continues(tmp_path):
     m = llama()
     before = {name: (p, p.clone()) for name, p in m.named_parameters()}
     whole = mx.calibrate(copy.deepcopy(m), data(), "mxfp4", ["smooth", "gptq"])
-    original, calls = SmoothQuant.edits, []
-
-    def stops(self, *args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return original(self, *args)
-
-    monkeypatch.setattr(SmoothQuant, "edits", stops)
-    with pytest.raises(KeyboardInterrupt):
-        mx.calibrate(m, data(), "mxfp4", ["smooth", "gptq"], state=tmp_path)
+    smooth = stopping(SmoothQuant(), "scales", 6)  # in the second block: each has four pairs
+    with pytest.raises(Stopped):
+        mx.calibrate(m, data(), "mxfp4", [smooth, "gptq"], state=tmp_path)
     assert all(p is before[name][0] and torch.equal(p, before[name][1]) for name, p in m.named_parameters())
-    got = mx.calibrate(m, data(), "mxfp4", ["smooth", "gptq"], state=tmp_path)
-    assert len(calls) == 3 and torch.equal(got(ids()).logits, whole(ids()).logits)
+    got = mx.calibrate(m, data(), "mxfp4", [smooth, "gptq"], state=tmp_path)
+    assert len(smooth.calls) == 6 + 4 and torch.equal(got(ids()).logits, whole(ids()).logits)
 
 
-def test_a_failure_while_weights_are_replaced_restores_all(monkeypatch):
+def test_a_failure_while_weights_are_replaced_restores_all():
     m = llama()
     before = dict(m.named_parameters())
+    first = m.model.layers[0].self_attn.q_proj
 
-    def fails(model, changes, made):
-        changes[0].places[0][0].weight = nn.Parameter(made[changes[0].fqn], requires_grad=False)
-        raise MemoryError
+    class Fails(nn.Linear):
+        def __setattr__(self, name, value):
+            if isinstance(value, mx.MXTensor) and isinstance(first.weight, mx.MXTensor):  # of another block: at the end
+                raise MemoryError
+            super().__setattr__(name, value)
 
-    monkeypatch.setattr("mxtensor.calibration.calibrate.convert", fails)
+    m.model.layers[1].mlp.down_proj.__class__ = Fails
     with pytest.raises(MemoryError):
         mx.calibrate(m, data(), "mxfp4", "smooth")
     assert all(p is before[name] for name, p in m.named_parameters())

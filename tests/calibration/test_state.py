@@ -1,6 +1,7 @@
 """The state of a calibration is that of its model and its data, and of no other."""
 
 import copy
+import zipfile
 
 import pytest
 import torch
@@ -71,10 +72,63 @@ def test_a_state_sees_values_between_those_of_its_sample(tmp_path):
         mx.calibrate(m, batches(), "mxfp4-weight-only", "mse", state=tmp_path)
 
 
+def renamed(m):
+    """A copy that takes its input by another name, too."""
+    m = copy.deepcopy(m)
+    m.forward = lambda x=None, ids=None: Model.forward(m, ids if x is None else x)
+    return m
+
+
 def test_a_state_is_that_of_the_names_of_arguments(tmp_path):
     m, given = model(), {"ids": batches()[0]}
     mx.calibrate(copy.deepcopy(m), [given], "mxfp4-weight-only", "mse", state=tmp_path)
-    m.forward = lambda x=None, ids=None: Model.forward(m, ids if x is None else x)
-    mx.calibrate(copy.deepcopy(m), [given], "mxfp4-weight-only", "mse", state=tmp_path)
+    mx.calibrate(renamed(m), [given], "mxfp4-weight-only", "mse", state=tmp_path)
     with pytest.raises(ValueError, match=r"with other data"):
-        mx.calibrate(m, [{"x": given["ids"]}], "mxfp4-weight-only", "mse", state=tmp_path)
+        mx.calibrate(renamed(m), [{"x": given["ids"]}], "mxfp4-weight-only", "mse", state=tmp_path)
+
+
+def of_infinity(weight):
+    values = weight.dequantize()
+    values[3, 4] = torch.inf
+    return mx.quantize(values, "mxfp8")
+
+
+CHANGES = {
+    "is not quantized": lambda state, name: state | {name: state[name].dequantize()},
+    r"is mxfp6_e2m3, not mxfp8_e4m3": lambda state, name: (
+        state | {name: mx.quantize(state[name].dequantize(), "mxfp6_e2m3")}
+    ),
+    r"is .*, and the parameter has the shape \(64, 32\)": lambda state, name: (
+        state | {name: mx.quantize(state[name].dequantize().repeat(2, 1), "mxfp8")}
+    ),
+    "has values that are not finite": lambda state, name: state | {name: of_infinity(state[name])},
+    "it lacks layers": lambda state, name: {key: value for key, value in state.items() if key != name},
+    "the model has no parameter 'layers.0.other'": lambda state, name: state | {"layers.0.other": torch.ones(3)},
+    "the model has no parameter 'a.b'": lambda state, name: state | {"a.b": torch.ones(3)},
+    r"it holds .* as 3": lambda state, name: state | {3: torch.ones(3)},
+    r"it holds .* as 'x'": lambda state, name: state | {"x": [1]},
+}
+
+
+@pytest.mark.parametrize("why", CHANGES)
+def test_tensors_that_are_not_those_of_the_model_are_named(why, tmp_path):
+    m, file = model(), tmp_path / "block_00001.pt"
+    mx.calibrate(copy.deepcopy(m), batches(), "mxfp8-weight-only", "mse", state=tmp_path)
+    state = torch.load(file)
+    name = next(name for name in state if name.endswith("up.weight"))
+    torch.save(CHANGES[why](state, name), file)
+    with pytest.raises(ValueError, match=rf"calibrate: {file} is damaged: .*{why}.*; remove {tmp_path}, or pass"):
+        mx.calibrate(m, batches(), "mxfp8-weight-only", "mse", state=tmp_path)
+    assert not any(isinstance(p, mx.MXTensor) for p in m.parameters())
+
+
+def test_a_file_that_could_grow_in_memory_is_damaged(tmp_path):
+    m, file = model(), tmp_path / "block_00001.pt"
+    mx.calibrate(copy.deepcopy(m), batches(), "mxfp8-weight-only", "mse", state=tmp_path)
+    with zipfile.ZipFile(file) as old:
+        records = {entry.filename: old.read(entry) for entry in old.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, data in records.items():
+            new.writestr(name, data)
+    with pytest.raises(ValueError, match=rf"calibrate: {file} is damaged \(ValueError\)"):
+        mx.calibrate(m, batches(), "mxfp8-weight-only", "mse", state=tmp_path)

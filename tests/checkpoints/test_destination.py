@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import mxtensor as mx
 from mxtensor.checkpoints import destination, store
+from mxtensor.checkpoints.layout import Written
 from tests.helpers.checkpoint_files import checkpoint
 
 OVERLAPS = [
@@ -131,20 +132,18 @@ def test_pipes_devices_and_files_that_are_not_a_checkpoint_are_not_replaced(name
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors", "out.gguf", "empty"])
-def test_what_appears_at_the_destination_meanwhile_stays(name, tmp_path, monkeypatch):
-    layout = "gguf" if name.endswith("gguf") else "plain"
+def test_what_appears_at_the_destination_meanwhile_stays(name, tmp_path):
+    layout = mx.checkpoints.get_layout("gguf" if name.endswith("gguf") else "plain")
     (tmp_path / "empty").mkdir()
-    original = store.store_tensor
-
-    def store_late(*arguments):
-        original(*arguments)
+    with (
+        pytest.raises(OSError, match=r"exists; choose another|was empty, and holds other now"),
+        store.sink_of(layout, tmp_path / name, 1 << 20, overwrite=False, source=None) as sink,
+    ):
+        store.store_tensor(sink, layout, Written(), "a", torch.ones(3))
         other = tmp_path / name / "other" if "." not in name else tmp_path / name
         other.parent.mkdir(exist_ok=True)
         other.write_text("other")
-
-    monkeypatch.setattr(store, "store_tensor", store_late)
-    with pytest.raises(OSError, match=r"exists; choose another|was empty, and holds other now"):
-        mx.checkpoints.save({"a": torch.ones(3)}, tmp_path / name, layout=layout)
+        sink.finish({})
     assert [p.read_text() for p in tmp_path.rglob("*") if p.is_file()] == ["other"]
 
 

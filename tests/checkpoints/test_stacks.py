@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.checkpoints.matrices import matrix_orientation
+from mxtensor.checkpoints.names import matrix_orientation
 from mxtensor.numerics.formats import Orientation
 from tests.helpers.checkpoint_files import checkpoint, scale_bytes
 

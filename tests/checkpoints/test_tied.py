@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.checkpoints.tied import USUAL_HEADS, usual_heads
-from mxtensor.checkpoints.transformers_names import model_of
+from mxtensor.checkpoints.names import USUAL_HEADS, model_of, usual_heads
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

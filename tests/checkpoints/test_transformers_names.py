@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.checkpoints.conversion import SKIPPED
-from mxtensor.checkpoints.recipes import stays
-from mxtensor.checkpoints.transformers_names import Loaded, loaded_by, model_of
+from mxtensor.checkpoints.names import Loaded, loaded_by, model_of, stays
 from tests.helpers.compare import relative_error
 
 pytest.importorskip("transformers")
@@ -92,7 +90,7 @@ def test_lists_have_the_names_in_the_files_and_those_of_modules(layout, tmp_path
 
 
 def test_groups_of_two_formats_have_both_names_too(tmp_path):
-    format = mx.FqnToConfig({"re:.*self_attn.*": MX, "_default": ROW})
+    format = {"re:.*self_attn.*": MX, "_default": ROW}
     _, out, _ = converted("llava", tmp_path, "compressed-tensors", format)
     groups = config_of(out)["quantization_config"]["config_groups"].values()
     names = "language_model.model.layers.0.self_attn.q_proj", "model.language_model.layers.0.self_attn.q_proj"
@@ -102,7 +100,7 @@ def test_groups_of_two_formats_have_both_names_too(tmp_path):
 def test_keys_of_a_plan_may_be_names_of_modules(tmp_path):
     """As in a plan that was made for the model."""
     key = "model.language_model.layers.0.mlp.up_proj"
-    _, _, report = converted("llava", tmp_path, "native", mx.FqnToConfig({key: MX, f"{key}.weight": MX}))
+    _, _, report = converted("llava", tmp_path, "native", {key: MX, f"{key}.weight": MX})
     assert list(report.errors) == ["language_model.model.layers.0.mlp.up_proj.weight"]
 
 
@@ -137,7 +135,9 @@ READ = [
 def test_transformers_reads_what_convert_writes(layout, name, tmp_path):
     if layout != "native":
         pytest.importorskip(layout.replace("-", "_"))
-    model, out, report = converted(name, tmp_path, layout, skip=["down_proj", "output.dense"])
+    modules = [f".{fqn}" for fqn, _ in built(name).named_modules()]
+    skip = [end for end in ("down_proj", "output.dense") if any(fqn.endswith(f".{end}") for fqn in modules)]
+    model, out, report = converted(name, tmp_path, layout, skip=skip)
     read, loading = type(model).from_pretrained(out, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"] and not loading["mismatched_keys"]
     mx.checkpoints.convert(out, tmp_path / "decoded", layout="plain", progress=False)
@@ -175,7 +175,7 @@ def test_skip_and_keys_name_modules_whose_parameters_have_other_names(name, modu
     model, _, report = converted(name, tmp_path, "native", MX, skip=[module.rpartition(".")[2]])
     assert report.errors and not any(name.rpartition(".")[0].endswith(module) for name in report.errors)
     keys = [fqn for fqn, _ in model.named_modules() if fqn.endswith(module)]
-    plan, folder = mx.FqnToConfig({keys[0]: MX}), tmp_path / "plan"
+    plan, folder = {keys[0]: MX}, tmp_path / "plan"
     report = mx.checkpoints.convert(tmp_path / "plain", folder, format=plan, progress=False)
     wanted = quantized(mx.quantize_(model, plan).state_dict())
     loaded = loaded_by(model, report.errors)
@@ -238,12 +238,12 @@ def test_a_model_that_is_all_such_matrices_is_refused(layout, tmp_path):
      "pre_tile_positional_embedding.embedding", "visual.pos_embedding", "input_embeds_layer", "output"],
 )  # fmt: skip
 def test_names_decide_where_no_model_is_known(module):
-    assert stays(module, SKIPPED) and not stays("layers.0.mlp.up_proj", SKIPPED)
+    assert stays(module) and not stays("layers.0.mlp.up_proj")
 
 
 def test_no_model_is_built_where_none_is_needed(tmp_path, monkeypatch):
     _, out, _ = converted("neox", tmp_path, "native", MX)
-    monkeypatch.setattr("mxtensor.checkpoints.known.model_of", lambda config: pytest.fail("a model was built"))
+    monkeypatch.setattr("mxtensor.checkpoints.conversion.model_of", lambda config: pytest.fail("a model was built"))
     mx.checkpoints.convert(out, tmp_path / "decoded", layout="plain", progress=False)
     assert not quantized(mx.checkpoints.load(tmp_path / "decoded"))
 
@@ -255,7 +255,7 @@ def test_the_metadata_of_torchao_has_the_names_of_parameters_too(tmp_path):
     _, out, report = converted("llava", tmp_path, "torchao")
     name, parameter = (f"{front}.layers.0.mlp.up_proj.weight" for front in
                        ("language_model.model", "model.language_model"))  # fmt: skip
-    with mx.checkpoints.registry.opened(out) as checkpoint:
+    with mx.checkpoints.store.opened(out) as checkpoint:
         assert checkpoint.metadata[name] == checkpoint.metadata[parameter]
         assert {name, parameter} <= set(json.loads(checkpoint.metadata["tensor_names"]))
     assert quantized(mx.checkpoints.load(out)) == set(report.errors)  # under one name
@@ -267,7 +267,7 @@ def test_torchao_reads_it_under_the_names_in_the_files(tmp_path):
     from safetensors.torch import load_file
 
     _, out, _ = converted("llava", tmp_path, "torchao")
-    with mx.checkpoints.registry.opened(out) as checkpoint:
+    with mx.checkpoints.store.opened(out) as checkpoint:
         metadata = checkpoint.metadata
     state, rest = support.unflatten_tensor_state_dict(load_file(out / "model.safetensors"), metadata)
     assert set(state) == set(mx.checkpoints.load(out)) and not rest

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,8 @@ import torch
 
 import mxtensor as mx
 from mxtensor.checkpoints import conversion, store
-from mxtensor.cli import files
 from mxtensor.cli.main import COMMANDS, main
-from mxtensor.cli.spelling import in_options
+from mxtensor.cli.output import in_options
 from tests.helpers.checkpoint_files import checkpoint
 from tests.helpers.cli import run
 
@@ -89,13 +89,14 @@ def test_a_module_is_skipped(source, tmp_path, capsys):
     assert code == 0 and json.loads(out)["errors"] == {}
 
 
-def test_a_name_to_skip_that_matches_nothing_is_a_warning(source, tmp_path, capsys):
-    out = ("-o", tmp_path / "q", "--format", "mxfp8", "--skip", "q_prog", "--skip", "lm_head")
+def test_a_name_to_skip_that_matches_nothing_is_an_error(source, tmp_path, capsys):
+    """A slip such as down_prj would quantize what was to stay as it is."""
+    out = ("-o", tmp_path / "q", "--format", "mxfp8", "--skip", "q_proj", "--skip", "q_prj", "--skip", "lm_head")
     code, _, err = run(capsys, "quantize", source, *out)
-    assert code == 0 and err.count("\n") == 1
-    assert err.startswith("mxtensor: warning: convert: --skip q_prog matches no module; pass the whole name of one")
-    with pytest.warns(UserWarning, match=r"skip='q_prog' matches no module; .*: 'model.layers.0.q_proj' or 'q_proj'"):
-        mx.checkpoints.convert(source, tmp_path / "r", format="mxfp8", skip=["q_prog"])
+    assert code == 1 and err.count("\n") == 1 and [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert err.startswith("mxtensor: error: convert: --skip q_prj matches no module; pass the whole name of one")
+    with pytest.raises(ValueError, match=r"skip='q_prj' matches no module; .*: 'model.layers.0.q_proj' or 'q_proj'"):
+        mx.checkpoints.convert(source, tmp_path / "r", format="mxfp8", skip=["q_prj"])
 
 
 def test_the_head_is_quantized_on_request(source, tmp_path, capsys):
@@ -106,14 +107,13 @@ def test_the_head_is_quantized_on_request(source, tmp_path, capsys):
         assert code == 0 and sum(isinstance(t, mx.MXTensor) for t in found) == count
 
 
-def test_a_destination_is_refused_before_the_source_is_loaded(source, tmp_path, capsys, monkeypatch):
-    def load(*arguments):
-        raise AssertionError("the source was loaded")
-
-    monkeypatch.setattr(files, "without_gguf", load)
-    monkeypatch.setattr(files, "convert_checkpoint", load)
-    for arguments in (("-o", source + "/.."), ("-o", tmp_path / "x.gguf"), ("-o", tmp_path / "x", "--layout", "gguf")):
-        assert run(capsys, "convert", source, *arguments)[0] == 1
+def test_a_destination_is_refused_before_the_source_is_loaded(source, tmp_path, capsys):
+    (tmp_path / "a" / "model.safetensors").write_bytes(b"no checkpoint")
+    rows = ((source + "/..", (), "contains the source"), (tmp_path / "x.gguf", (), "has the ending of the layout gguf"),
+            (tmp_path / "x", ("--layout", "gguf"), "pass a name that ends in .gguf"))  # fmt: skip
+    for out, more, message in rows:
+        code, _, err = run(capsys, "convert", source, "-o", out, *more)
+        assert code == 1 and message in err
 
 
 @pytest.mark.parametrize(
@@ -260,10 +260,10 @@ def test_a_signal_that_ends_the_command_leaves_nothing(number, code, name, sourc
     assert [p.name for p in tmp_path.iterdir()] == ["a"] and signal.getsignal(number) is before
 
 
-def test_a_name_that_the_terminal_cannot_show_is_not_a_failure(source, tmp_path, monkeypatch):
+def test_a_name_that_the_terminal_cannot_show_is_not_a_failure(source, tmp_path):
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", screen)
-    assert main(["convert", source, "-o", str(tmp_path / "é")]) == 0 and screen.errors == "strict"
+    with redirect_stdout(screen):
+        assert main(["convert", source, "-o", str(tmp_path / "é")]) == 0 and screen.errors == "strict"
     screen.flush()
     assert rb"\xe9: " in screen.buffer.getvalue()
 

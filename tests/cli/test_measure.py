@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mxtensor as mx
-from mxtensor.cli import gguf_models
-from mxtensor.cli.models import read_text
+from mxtensor.cli.models import read_text, without_gguf
 from tests.cli.small_model import TEXT, save_small_model
 from tests.docs.error_rows import without
 from tests.helpers.checkpoint_files import checkpoint
@@ -71,14 +70,19 @@ def test_a_plan_is_made_and_quantizes_the_checkpoint(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["up_prog", "model.layers.9.mlp"])
-def test_a_name_to_skip_that_matches_no_module_is_noticed(name, folder, tmp_path, capsys):
-    warning = f"warning: convert: --skip {name} matches no module"
+def test_a_name_to_skip_that_matches_no_module_is_an_error(name, folder, tmp_path, capsys):
+    error = f"error: convert: --skip {name} matches no module"
     out = ("-o", tmp_path / "q", "--format", "mxfp8", "--skip", name, "--skip", "lm_head", "--skip", "up_proj")
     code, _, err = run(capsys, "quantize", folder / "plain", *out)
-    assert code == 0 and warning in err and err.count("\n") == 1
-    arguments = ("--format", "mxfp8", "--skip", name, "--text", folder / "text.txt", "--tokens", 256)
-    code, _, err = run(capsys, "eval", folder / "plain", *arguments)
-    assert code == 0 and warning.replace("convert", "TransformersConfig") in err and err.count("\n") == 1
+    assert code == 1 and error in err and err.count("\n") == 1 and not (tmp_path / "q").exists()
+    for command in (
+        ("eval", "--format", "mxfp8"),
+        ("report", "--format", "mxfp8"),
+        ("plan", "-o", tmp_path / "p.json"),
+    ):
+        arguments = (*command[1:], "--skip", name, "--text", folder / "text.txt", "--tokens", 256)
+        code, _, err = run(capsys, command[0], folder / "plain", *arguments)
+        assert code == 1 and f"--skip {name} matches no module" in err and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp", "mlp", "model.layers.0.mlp.up_proj.weight"])
@@ -128,12 +132,12 @@ def test_names_to_skip_need_a_format(command, folder, capsys):
 
 
 def test_a_plan_of_another_checkpoint_is_noticed(folder, tmp_path):
-    plan = mx.FqnToConfig({"model.layers.0.mlp.up_proj": "mxfp8", "other.weight": "mxfp4", "lm_head": "mxfp8"})
+    plan = {"model.layers.0.mlp.up_proj": "mxfp8", "other.weight": "mxfp4", "lm_head": "mxfp8"}
     with pytest.warns(UserWarning, match=r"no tensor of the checkpoint has the name 'other.weight'"):
         mx.checkpoints.convert(folder / "plain", tmp_path / "q", format=plan, skip=["lm_head"])
     state = mx.checkpoints.load(tmp_path / "q")
     assert [name for name, t in state.items() if isinstance(t, mx.MXTensor)] == ["model.layers.0.mlp.up_proj.weight"]
-    general = mx.FqnToConfig({"_default": "mxfp8", "re:.*up_proj": None})
+    general = {"_default": "mxfp8", "re:.*up_proj": None}
     mx.checkpoints.convert(folder / "plain", tmp_path / "d", format=general)
     state = mx.checkpoints.load(tmp_path / "d")
     quantized = {name for name, t in state.items() if isinstance(t, mx.MXTensor)}
@@ -229,7 +233,7 @@ def test_given_inputs_are_what_the_text_would_be(folder, tmp_path, capsys):
     assert code == 1 and err.count("\n") == 1 and "bad.safetensors cannot be read as safetensors" in err
 
 
-def test_gguf_becomes_a_model_of_transformers_unless_it_has_codes(tmp_path, capsys, monkeypatch):
+def test_gguf_becomes_a_model_of_transformers_unless_it_has_codes(tmp_path, capsys):
     gguf = pytest.importorskip("gguf")
     weight = torch.randn(32, 32).numpy()
 
@@ -243,8 +247,8 @@ def test_gguf_becomes_a_model_of_transformers_unless_it_has_codes(tmp_path, caps
         return tmp_path / name
 
     kinds = gguf.GGMLQuantizationType
-    with gguf_models.without_gguf(write("codes.gguf", kinds.MXFP4)) as path:
-        assert path == tmp_path / "codes.gguf"
+    with without_gguf(write("codes.gguf", kinds.MXFP4)) as found:
+        assert found == (tmp_path / "codes.gguf", {})
     assert "keeps llama.cpp's names of tensors: it holds MXFP4 codes" in capsys.readouterr().err
     code, _, err = run(capsys, "convert", write("a.gguf", kinds.Q8_0), "-o", tmp_path / "out", "--layout", "plain")
     assert code == 0 and "keeps llama.cpp's names of tensors: transformers cannot read it" in err

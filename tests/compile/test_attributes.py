@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mxtensor as mx
+import mxtensor.te as te
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ ATTRIBUTES = {
     "transposed": lambda w: w.t().columnwise.data,
     "detached": lambda w: w.detach().rowwise.data,
     "rows": lambda w: w[32:].rowwise.scale,
-    "other dtype": lambda w: w.to(torch.bfloat16).rowwise.data,
+    "other dtype": lambda w: w.with_dtype(torch.bfloat16).rowwise.data,
 }
 
 
@@ -76,7 +77,7 @@ MAKERS = {
     "from_components": lambda x: mx.MXTensor.from_components(
         x.abs().to(torch.uint8), x[:, :3].abs().to(torch.uint8), "mxfp8"
     ),
-    "MXFP8Quantizer": lambda x: mx.MXFP8Quantizer(mx.DType.kFloat8E4M3)(x),
+    "MXFP8Quantizer": lambda x: te.MXFP8Quantizer(te.DType.kFloat8E4M3)(x),
 }
 
 
@@ -156,7 +157,7 @@ def test_a_second_format_is_not_an_argument_of_the_graph():
 
 @pytest.mark.exhaustive
 def test_amax_epsilon_is_a_constant():
-    quantizer = mx.Float8CurrentScalingQuantizer(amax_epsilon=1e-3)
+    quantizer = te.Float8CurrentScalingQuantizer(amax_epsilon=1e-3)
     compiled = torch.compile(quantizer, backend="aot_eager", fullgraph=True, dynamic=True)
     for shape in SHAPES:
         x = torch.randn(shape) * 1e-5
@@ -166,7 +167,7 @@ def test_amax_epsilon_is_a_constant():
 
 WAYS = {
     "format": (mx.get_format("mxfp4"), lambda x, format: mx.quantize(x, format)),
-    "quantizer": (mx.NVFP4Quantizer(with_rht=True), lambda x, quantizer: quantizer(x)),
+    "quantizer": (te.NVFP4Quantizer(with_rht=True), lambda x, quantizer: quantizer(x)),
     "format of another": (mx.quantize(torch.randn(32, 32), "nvfp4"), lambda x, w: mx.quantize(x, w.format)),
     "seed": (3, lambda x, seed: mx.quantize(x, "mxfp8", rounding="stochastic", seed=seed)),
 }

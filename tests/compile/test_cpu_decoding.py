@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mxtensor as mx
 from mxtensor.compile.graph import CPU_ONE, CPU_SHARED
 from mxtensor.compile.inference_options import Products
-from mxtensor.kernels.attention.values_cpu import attention_of_values
+from mxtensor.kernels.attention.cpu_attention import attention_of_values
 from mxtensor.kernels.gemm.cpu_codes import numbers_of
 from mxtensor.kernels.runtime import native_build
 

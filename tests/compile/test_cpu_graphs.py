@@ -14,7 +14,7 @@ import mxtensor as mx
 from mxtensor.compile import cpu_graphs
 from mxtensor.compile.cpu_graphs import ReplacedError, backend
 from mxtensor.core import compat_generated
-from mxtensor.kernels.attention.values_cpu import attention_of_values
+from mxtensor.kernels.attention.cpu_attention import attention_of_values
 from mxtensor.kernels.runtime import cpu_graph
 
 pytestmark = [
@@ -33,7 +33,7 @@ class Compiled:
 
     def __init__(self, function, **options):
         self.graphs, self._calls, self._alive = [], 0, None
-        self.function = torch.compile(function, fullgraph=True, backend=backend(self.graphs), **options)
+        self.function = torch.compile(function, fullgraph=True, backend=backend(self.graphs, "compiling"), **options)
 
     def __call__(self, *args):
         self._calls += 1
@@ -330,7 +330,7 @@ def test_results_that_are_quantized_tensors_run_the_generated_code():
 def test_calls_with_gradients_are_not_recorded():
     weight = torch.randn(4, requires_grad=True)
     graphs = []
-    f = torch.compile(lambda x: (x * weight).exp(), fullgraph=True, backend=backend(graphs))
+    f = torch.compile(lambda x: (x * weight).exp(), fullgraph=True, backend=backend(graphs, "compiling"))
     for _ in range(4):
         weight.grad = None
         f(torch.ones(4)).sum().backward()
@@ -520,7 +520,7 @@ def test_a_graph_from_torchs_cache_is_recorded_too():
 
 def test_graphs_of_other_backends_are_left_alone():
     graphs = []
-    backend(graphs)
+    backend(graphs, "compiling")
     with torch.no_grad():
         torch.compile(block(), fullgraph=True)(x_like(1, 64))
     assert not graphs

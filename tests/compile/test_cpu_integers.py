@@ -54,7 +54,11 @@ def as_a_size(counts, x):
 def steps(function, count, **options):
     """The results and counts of calls of a function, compiled or not."""
     graphs, counts, found = [], Counts(), []
-    compiled = torch.compile(function, fullgraph=True, backend=backend(graphs)) if options.get("compiled") else function
+    compiled = (
+        torch.compile(function, fullgraph=True, backend=backend(graphs, "compiling"))
+        if options.get("compiled")
+        else function
+    )
     for i in range(count):
         with torch.no_grad():
             found.append((compiled(counts, torch.full((4,), float(i))), counts.first, counts.second))
@@ -91,7 +95,7 @@ def test_sizes_of_inputs_stay_arguments(monkeypatch):
     taken = []
     monkeypatch.setattr(cpu_graphs, "taken_out", lambda *args, of=cpu_graphs.taken_out: taken.append(of(*args)))
     graphs = []
-    f = torch.compile(lambda x: x * 2 + x.shape[0], fullgraph=True, dynamic=True, backend=backend(graphs))
+    f = torch.compile(lambda x: x * 2 + x.shape[0], fullgraph=True, dynamic=True, backend=backend(graphs, "compiling"))
     with torch.no_grad():
         for rows in (3, 4, 4, 4, 5):
             assert torch.equal(f(torch.ones(rows, 2)), torch.full((rows, 2), 2.0 + rows))

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
-from mxtensor.kernels.attention import values_cuda
-from mxtensor.kernels.attention.values_cuda import attention_of_values
+from mxtensor.kernels.attention import triton_attention
+from mxtensor.kernels.attention.triton_attention import attention_of_values
 from mxtensor.kernels.runtime import triton_launch
 
 from .test_cpu_decoding import Layer, after_pass, calls, repeat
@@ -68,7 +68,7 @@ def test_repeated_keys_are_read_once(name, scale, queries, monkeypatch):
     assert [node.op for node in call.args[:3]] == ["placeholder"] * 3  # the repeats are gone
     assert not any(calls(traced, op) for op in (CUDNN, EFFICIENT, FLASH))
     q, k, v, mask = inputs
-    monkeypatch.setattr(call, "target", values_cuda.attend)  # the op takes tensors of a GPU
+    monkeypatch.setattr(call, "target", triton_attention.attend)  # the op takes tensors of a GPU
     traced.recompile()
     expected = F.scaled_dot_product_attention(
         q.double(), repeat(k, 3).double(), repeat(v, 3).double(), None if mask is None else mask.double(), scale=scale

@@ -63,7 +63,7 @@ def test_by_default_a_bag_stays_and_so_does_its_head():
 
 
 def test_a_name_of_an_fqn_config_finds_the_bag():
-    model = mx.quantize_(Recommender(), mx.FqnToConfig({"table": "mxfp4-weight-only"}))
+    model = mx.quantize_(Recommender(), {"table": "mxfp4-weight-only"})
     assert model.table.weight.format.name == "mxfp4_e2m1" and type(model.top.weight) is nn.Parameter
 
 
@@ -95,7 +95,7 @@ def test_state_dicts_and_files(tmp_path):
 
 
 def test_reports_of_outputs_are_those_of_linear_layers():
-    from mxtensor.report.output_errors import output_errors
+    from mxtensor.report.model_report import output_errors
 
     reference = Recommender()
     model = mx.quantize_(copy.deepcopy(reference), "mxfp8-weight-only", everything)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.convert import left_out
+from mxtensor.convert import training
 from mxtensor.training.training_weight import TrainingWeight
 
 transformers = pytest.importorskip("transformers")
@@ -319,7 +319,7 @@ def test_compiled_products_in_high_precision_are_logged_and_refused(way, fullgra
     torch._dynamo.reset()
     model, x = Stack(), torch.randn(4, 3, 32)
     if way == "watched":
-        left_out.watch(model, "weight")
+        training.watch(model, "weight")
     around = nullcontext if way == "watched" else lambda: mx.autocast(recipe=RECIPE)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     with around(), mx.explain() as log:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.convert.gates import mlp_gates
+from mxtensor.convert.heads import mlp_gates
 
 H, F, E = 64, 96, 4
 
@@ -83,7 +83,7 @@ def test_a_router_stays(case):
 
 
 def test_with_a_table_of_names_and_for_training():
-    model = mx.quantize_(holder(block=mlp()), mx.FqnToConfig({"_default": "mxfp8-weight-only"}))
+    model = mx.quantize_(holder(block=mlp()), {"_default": "mxfp8-weight-only"})
     assert isinstance(model.block.gate.weight, mx.MXTensor)
     model = mx.quantize_(holder(block=mlp()), mx.recipe.MXFP8BlockScaling())
     assert type(model.block.gate.weight) is type(model.block.up.weight) is not nn.Parameter

@@ -118,3 +118,16 @@ def test_a_model_for_training_takes_what_it_took(llama):
 def test_sizes_of_a_quantized_weight_stay_those_of_the_outer_tensor():
     weight = mx.quantize_(nn.Linear(64, 32), "mxfp4").weight
     assert (weight.numel(), weight.nelement(), weight.element_size(), weight.itemsize) == (2048, 2048, 4, 4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_memory_footprint_of_a_model_that_was_loaded_quantized(llama, tied, tmp_path):
+    llama.config.tie_word_embeddings = tied
+    llama.tie_weights()
+    llama.save_pretrained(tmp_path / "plain")
+    config = mx.TransformersConfig("nvfp4", include_head=tied)
+    model = type(llama).from_pretrained(tmp_path / "plain", quantization_config=config)
+    model.save_pretrained(tmp_path / "codes")
+    for found in (model, type(llama).from_pretrained(tmp_path / "codes")):
+        assert found.get_memory_footprint() == stored(found) < llama.get_memory_footprint() / 1.8
+        assert found.model.get_memory_footprint() == stored(found.model)

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 RECORD = dict(zip(CASES, models.recorded(), strict=True))
-MACHINE = json.loads(models.RECORD.read_text())["machine"]
+MACHINE = json.loads(models.RECORD.read_text())[models.PART]["machine"]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_a_model_runs_compiles_and_learns_as_the_record_says(name):
     errors, recorded = found.pop("errors"), shown.pop("errors")
     if all(version(name) == MACHINE["versions"][name] for name in ("torch", "transformers")):  # they draw the weights
         assert errors == pytest.approx(recorded, rel=0.1)
-    assert found == shown, "write the record again: python -m benchmarks.models --json benchmarks/results/models.json"
+    assert found == shown, "write the record again: python -m benchmarks models"
 
 
 @pytest.mark.exhaustive

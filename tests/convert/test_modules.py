@@ -259,3 +259,24 @@ def test_the_fused_encoder_op_of_the_fast_path(norm_first, use_gelu):
 
     with torch.no_grad():
         assert_close(fused(layer), fused(plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_padded_rows_of_an_encoder_are_those_of_torch_without_its_fast_path():
+    """As docs/guide/models.md says: torch's fast path makes them zeros, and a mean leaves them out."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    fast = nn.TransformerEncoder(layer, 2).eval()
+    slow = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    slow.load_state_dict(fast.state_dict())
+    x, mask = torch.randn(2, 6, 64), torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
+    with torch.no_grad():
+        zeros = fast(x, src_key_padding_mask=mask)
+        found = mx.quantize_(copy.deepcopy(fast), "mxint8-weight-only")(x, src_key_padding_mask=mask)
+        slow.layers[0].self_attn.in_proj_weight.requires_grad_()
+        with torch.enable_grad():
+            wanted = slow(x, src_key_padding_mask=mask).detach()
+    assert not zeros[mask].any() and found[mask].any()
+    torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.1)
+    means = [(out * ~mask[..., None]).sum(1) / (~mask).sum(1, keepdim=True) for out in (found, zeros)]
+    torch.testing.assert_close(*means, atol=0.05, rtol=0.05)

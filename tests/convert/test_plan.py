@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.convert import budget
-from mxtensor.convert.budget import Choice, hull, within
-from mxtensor.convert.format_plan import PlannedWeight, planned_for
+from mxtensor.convert import format_plan
+from mxtensor.convert.format_plan import Choice, PlannedWeight, hull, planned_for, within
 
 FORMATS = ("mxfp4-weight-only", "mxfp6_e2m3-weight-only", "mxfp8-weight-only")
 
@@ -71,13 +70,13 @@ def many(count):
 
 @pytest.mark.parametrize("states", [1, 64])
 def test_a_search_that_is_cut_off_is_never_worse_than_the_greedy_choice(states, monkeypatch):
-    monkeypatch.setattr(budget, "STATES", states)
+    monkeypatch.setattr(format_plan, "STATES", states)
     weights = many(40)
     for bits in (4.4, 5.0, 6.0, 7.5):
         most = int(sum(c["4.25"].nbytes for c in weights.values()) / 4.25 * bits)
-        chosen, (greedy, _) = within(most, weights), budget._greedy(most, weights)
+        chosen, (greedy, _) = within(most, weights), format_plan._greedy(most, weights)
         assert sum(weights[w][c].nbytes for w, c in chosen.items()) <= most
-        assert budget._error(weights, chosen) <= budget._error(weights, greedy)
+        assert format_plan._error(weights, chosen) <= format_plan._error(weights, greedy)
 
 
 def test_a_thousand_weights_take_less_than_two_seconds():
@@ -128,7 +127,7 @@ def test_a_plan_is_written_through_links_and_to_pipes(tmp_path):
 
 def test_a_plan_spends_the_budget_where_it_takes_away_most():
     plan = planned_for(weights(), 5.25, "kl")
-    assert plan.fqn_to_config == {"0.weight": FORMATS[0], "1.weight": FORMATS[1]}
+    assert plan.formats == {"0.weight": FORMATS[0], "1.weight": FORMATS[1]}
     assert plan.bits == 5.25 and plan.error == pytest.approx(0.7) and plan.values == 4096
     assert plan.with_bits(4.25).error == pytest.approx(3.4) and plan.with_bits(100).bits == 8.25
     m = mx.quantize_(two_layers(), plan)
@@ -143,12 +142,12 @@ def test_a_plan_is_saved_loaded_and_edited(tmp_path):
     plan = planned_for(weights(), 5.25, "squared")
     plan.save(tmp_path / "plan.json")
     loaded = mx.Plan.load(str(tmp_path / "plan.json"))
-    assert loaded.fqn_to_config == plan.fqn_to_config and loaded.weights == plan.weights and loaded.measure == "squared"
+    assert loaded.formats == plan.formats and loaded.weights == plan.weights and loaded.measure == "squared"
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
-    loaded.fqn_to_config["0.weight"] = FORMATS[2]
+    loaded.formats["0.weight"] = FORMATS[2]
     assert loaded.bits == 7.25 and plan.bits == 5.25
     assert str(mx.quantize_(two_layers(), loaded)[0].weight.format) == "mxfp8_e4m3"
-    loaded.fqn_to_config["0.weight"] = "mxint8"
+    loaded.formats["0.weight"] = "mxint8"
     message = r"the format of 0.weight is 'mxint8', which was not measured; choose one of mxfp4-weight"
     with pytest.raises(ValueError, match=message):
         _ = loaded.bits

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+from mxtensor.numerics.choices import ScaleCalculationMode
+from mxtensor.recipe.linear_recipe import KernelPreference
 from tests.helpers.compare import assert_same_product, relative_error, same_bytes
+from tests.helpers.configs import quantized_by
 
 
 class Block(nn.Module):
@@ -161,11 +164,7 @@ def test_an_embedding_asked_for_looks_up_the_dequantized_rows(format):
 
 # ---------------------------------------------------------------------------------------------- configs
 
-FP8, FP4, INT8 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.int8
-AUTO, EMULATED = mx.KernelPreference.AUTO, mx.KernelPreference.EMULATED
-RCEIL, FLOOR = mx.ScaleCalculationMode.RCEIL, mx.ScaleCalculationMode.FLOOR
-MXConfig = mx.MXDynamicActivationMXWeightConfig
-NVConfig, NVWeightOnly = mx.NVFP4DynamicActivationNVFP4WeightConfig, mx.NVFP4WeightOnlyConfig
+FP8, AUTO, RCEIL = torch.float8_e4m3fn, KernelPreference.AUTO, ScaleCalculationMode.RCEIL
 
 CONFIGS = {
     # config -> weight format, activation format, scaling, kernel preference
@@ -178,40 +177,7 @@ CONFIGS = {
         mx.LinearRecipe.inference(mx.Cast.of("mxint8", "even")),
         "mxint8",
         None,
-        mx.ScaleCalculationMode.EVEN,
-        AUTO,
-    ),
-    "mx": (MXConfig(), "mxfp8_e4m3", "mxfp8_e4m3", RCEIL, AUTO),
-    "mx_dtypes": (MXConfig(32, INT8, mx.DTYPE_FP6_E3M2), "mxfp6_e3m2", "mxint8", RCEIL, AUTO),
-    "mx_fp4_block": (MXConfig(16, FP4, FP4), "mxfp4_e2m1[1x16]", "mxfp4_e2m1[1x16]", RCEIL, AUTO),
-    "mx_fields": (
-        MXConfig(scaling_mode=FLOOR, kernel_preference=EMULATED),
-        "mxfp8_e4m3",
-        "mxfp8_e4m3",
-        FLOOR,
-        EMULATED,
-    ),
-    "mx_words": (
-        MXConfig(scaling_mode="floor", kernel_preference="emulated"),
-        "mxfp8_e4m3",
-        "mxfp8_e4m3",
-        FLOOR,
-        EMULATED,
-    ),
-    "nv": (NVConfig(), "nvfp4", "nvfp4", RCEIL, AUTO),
-    "nv_single_level": (
-        NVConfig(use_triton_kernel=False, use_dynamic_per_tensor_scale=False),
-        "nvfp4_single_level",
-        "nvfp4_single_level",
-        RCEIL,
-        AUTO,
-    ),
-    "nv_weight_only": (NVWeightOnly(kernel_preference=EMULATED), "nvfp4", None, RCEIL, EMULATED),
-    "nv_weight_only_single": (
-        NVWeightOnly(use_dynamic_per_tensor_scale=False),
-        "nvfp4_single_level",
-        None,
-        RCEIL,
+        ScaleCalculationMode.EVEN,
         AUTO,
     ),
 }
@@ -220,29 +186,12 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_is_a_recipe_and_the_layer_computes_by_it(name):
     config, weight, activation, scaling, preference = CONFIGS[name]
-    linear = nn.Linear(64, 48)
-    original = linear.weight.detach().clone()
-    mx.quantize_(linear, config)
-    recipe = linear.weight.recipe
-    assert (recipe.stored.format.name, recipe.stored.scaling, recipe.kernel_preference) == (weight, scaling, preference)
-    assert (recipe.activation and recipe.activation.format.name) == activation
+    linear, original = quantized_by(config, weight, activation, scaling, preference)
     assert same_bytes(linear.weight, mx.quantize(original, weight, scaling=scaling))
     x = torch.randn(7, 64)
     inputs = x if activation is None else mx.quantize(x, activation, scaling=scaling).dequantize(torch.float64)
     tensors = inputs, linear.weight.dequantize(torch.float64), linear.bias.detach()
     assert_same_product(linear(x), lambda x, w, b: x @ w.t() + b, *tensors)
-
-
-class TorchaoEnum:
-    """Members of torchao's enums are different objects with the same values."""
-
-    def __init__(self, value):
-        self.value = value
-
-
-def test_members_of_torchaos_enums_are_accepted_by_value():
-    config = MXConfig(scaling_mode=TorchaoEnum("floor"), kernel_preference=TorchaoEnum("emulated"))
-    assert config.linear_recipe() == MXConfig(scaling_mode="floor", kernel_preference="emulated").linear_recipe()
 
 
 @pytest.mark.parametrize(
@@ -253,11 +202,6 @@ def test_members_of_torchaos_enums_are_accepted_by_value():
         (torch.float16, ValueError, "unknown format torch.float16"),
         (8, TypeError, "cannot quantize with 8"),
         (None, TypeError, "cannot quantize with None"),
-        (MXConfig(block_size=48), ValueError, "block 48 is not available"),
-        (MXConfig(weight_dtype=torch.float16), ValueError, "unknown format torch.float16"),
-        (MXConfig(scaling_mode="up"), ValueError, "unknown scaling 'up'"),
-        (MXConfig(kernel_preference="fast"), ValueError, "unknown kernel_preference 'fast'"),
-        (NVConfig(kernel_preference="fast"), ValueError, "unknown kernel_preference 'fast'"),
     ],
     ids=str,
 )

@@ -1,11 +1,10 @@
-"""quantize_ for training: which weights carry a recipe, torchao's config, state dicts, and a second quantize_."""
+"""quantize_ for training: which weights carry a recipe, state dicts, and a second quantize_."""
 
 import copy
 import warnings
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import nn
 from torch.nn.utils import prune
 
@@ -182,7 +181,6 @@ RECIPES = {
     "float8 current": Float8CurrentScaling(),
     "float8 block": Float8BlockScaling(),
     "custom": CustomRecipe("mxfp8", "mxint8", "mxfp6_e3m2"),
-    "config": mx.MXLinearConfig(),
     "linear_recipe": MXFP8.linear_recipe(),
 }
 
@@ -208,98 +206,6 @@ def test_an_edited_recipe_does_not_reach_a_quantized_model():
     layer = mx.quantize_(nn.Linear(64, 48), recipe)
     recipe.fp8_format = Format.E5M2
     check_layer(layer, MXFP8.linear_recipe())
-
-
-def row(config):
-    """The formats of input, weight and grad, the scaling and the kernel preference."""
-    linear_recipe = config.linear_recipe()
-    casts = [casts.rowwise for casts in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad)]
-    assert all(
-        casts.rowwise == casts.columnwise for casts in (linear_recipe.input, linear_recipe.weight, linear_recipe.grad)
-    )
-    return " ".join([*(c.format.name for c in casts), casts[0].scaling.value, linear_recipe.kernel_preference.value])
-
-
-def test_mx_linear_config_fields():
-    """torchao's fields and their defaults."""
-    f8, f5, f4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
-    kernel, modes = mx.KernelPreference, mx.ScaleCalculationMode
-    configs = [
-        mx.MXLinearConfig(),
-        mx.MXLinearConfig(32, f8, kernel_preference=kernel.AUTO, scale_calculation_mode=modes.FLOOR),
-        mx.MXLinearConfig(elem_dtype=f8, elem_dtype_grad_output_override=f5, kernel_preference="emulated"),
-        mx.MXLinearConfig(elem_dtype_weight_override=mx.DTYPE_FP6_E3M2, scale_calculation_mode="even"),
-        mx.MXLinearConfig(elem_dtype=f4, scale_calculation_mode="ceil"),
-        mx.MXLinearConfig(block_size=16, elem_dtype="mxfp6_e2m3"),
-    ]
-    assert_expected_inline(
-        "\n".join(map(row, configs)),
-        """\
-mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil auto
-mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 floor auto
-mxfp8_e4m3 mxfp8_e4m3 mxfp8_e5m2 rceil emulated
-mxfp8_e4m3 mxfp6_e3m2 mxfp8_e4m3 even auto
-mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 ceil auto
-mxfp6_e2m3[1x16] mxfp6_e2m3[1x16] mxfp6_e2m3[1x16] rceil auto""",
-    )
-
-
-def test_recipe_names():
-    names = [
-        f"{e}_{k}{m}" for e in ("mxfp8", "mxfp4") for k in ("emulated", "cublas", "cutlass") for m in ("", "_rceil")
-    ]
-    assert_expected_inline(
-        "\n".join(f"{name}: {row(mx.MXLinearConfig.from_recipe_name(name))}" for name in names),
-        """\
-mxfp8_emulated: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil emulated
-mxfp8_emulated_rceil: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil emulated
-mxfp8_cublas: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil auto
-mxfp8_cublas_rceil: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil auto
-mxfp8_cutlass: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil auto
-mxfp8_cutlass_rceil: mxfp8_e4m3 mxfp8_e4m3 mxfp8_e4m3 rceil auto
-mxfp4_emulated: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil emulated
-mxfp4_emulated_rceil: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil emulated
-mxfp4_cublas: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil auto
-mxfp4_cublas_rceil: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil auto
-mxfp4_cutlass: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil auto
-mxfp4_cutlass_rceil: mxfp4_e2m1 mxfp4_e2m1 mxfp4_e2m1 rceil auto""",
-    )
-
-
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_", "mxfp8_rceil", "mxfp8_fast", "mxfp9_emulated", "float8", "", None])
-def test_an_unknown_recipe_name_is_a_value_error(name):
-    with pytest.raises(
-        ValueError, match=r"unknown recipe name .* choose mxfp8 or mxfp4 with one of _emulated, _cublas"
-    ):
-        mx.MXLinearConfig.from_recipe_name(name)
-
-
-def test_the_emulated_kernel_runs_where_it_is_asked_for():
-    layer = mx.quantize_(nn.Linear(64, 48), mx.MXLinearConfig(kernel_preference="emulated"))
-    with mx.explain() as log:
-        check_layer(layer, mx.MXLinearConfig(kernel_preference="emulated").linear_recipe())
-    kernels = {e.kernel for e in log.entries if e.spec.op in ("fprop", "dgrad", "wgrad")}
-    assert kernels == {"emulated"}
-
-
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        (mx.MXLinearConfig(block_size=0), "block 0 is not available; choose one of 16, 32"),
-        (mx.MXLinearConfig(elem_dtype=torch.int32), "torch.int32"),
-        (mx.MXLinearConfig(elem_dtype_grad_output_override="mxfp9"), "mxfp9"),
-        (mx.MXLinearConfig(scale_calculation_mode="nearest"), "unknown scaling 'nearest'"),
-        (mx.MXLinearConfig(kernel_preference="fast"), "unknown kernel_preference 'fast'"),
-    ],
-    ids=str,
-)
-def test_an_impossible_config_changes_nothing(config, message):
-    net = nn.Linear(64, 48)
-    before = net.weight
-    with pytest.raises(ValueError, match=message):
-        mx.quantize_(net, config)
-    assert net.weight is before
-    check_layer(mx.quantize_(net, MXFP8), MXFP8.linear_recipe())
 
 
 def test_a_recipe_edited_into_an_impossible_one_changes_nothing():

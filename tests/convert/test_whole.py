@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.convert import changes, quantize
+from mxtensor.convert import changes, training
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers.compare import same_bytes
 
@@ -154,7 +154,7 @@ def test_a_failure_while_weights_are_quantized_leaves_each_whole_and_a_second_ca
     expected = mx.quantize_(copy.deepcopy(model), "mxfp8")
     values = [layer.weight.detach().clone() for layer in model]
     with monkeypatch.context() as patch, pytest.raises(error if isinstance(error, type) else type(error)):
-        patch.setattr(quantize, "quantize_as", failing(quantize.quantize_as, error, at))
+        patch.setattr(changes, "_parameter", failing(changes._parameter, error, at))
         mx.quantize_(model, "mxfp8")
     done = {1: [False, False, False, False], 3: [True, True, False, True]}[at]
     assert [isinstance(layer.weight, mx.MXTensor) for layer in model] == done
@@ -172,7 +172,6 @@ def test_a_failure_while_a_model_for_training_is_converted_restores_it(error, mo
     model = net()
     model[3].weight = model[1].weight
     parameters = [layer.weight for layer in model]
-    training = quantize._training("training")
     monkeypatch.setattr(training, "training_parameter", failing(training.training_parameter, error, 3))
     with pytest.raises(error if isinstance(error, type) else type(error)):
         mx.quantize_(model, RECIPE)
@@ -185,7 +184,6 @@ def test_a_failure_gives_recipes_and_histories_back(monkeypatch):
     x = torch.randn(4, model[0].in_features)
     model(x).sum().backward()
     states = [vars(layer.weight)["_mxtensor_delayed_state"] for layer in model]
-    training = quantize._training("training")
     monkeypatch.setattr(training, "change_recipe", failing(training.change_recipe, KeyboardInterrupt, 3))
     with pytest.raises(KeyboardInterrupt):
         mx.quantize_(model, RECIPE)
@@ -228,13 +226,13 @@ def test_each_original_is_freed_before_the_next_weight_is_quantized(monkeypatch)
     model = net(6)
     model[5].weight = model[0].weight
     alive = [weakref.ref(layer.weight) for layer in model[:5]]
-    counts, usual = [], quantize.quantize_as
+    counts, usual = [], changes._parameter
 
     def counting(*args):
         counts.append(sum(ref() is not None for ref in alive))
         return usual(*args)
 
-    monkeypatch.setattr(quantize, "quantize_as", counting)
+    monkeypatch.setattr(changes, "_parameter", counting)
     gc.disable()
     try:
         mx.quantize_(model, "mxfp8")

@@ -24,10 +24,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import mxtensor
 from mxtensor.core import compat, compat_compile, compat_hooks
 from mxtensor.core.when_imported import install_pending
-from mxtensor.ops import convert
+from mxtensor.ops import conversions as convert
 
 PACKAGE = Path(mxtensor.__file__).parent
-NAMES = ("compat", "compat_hooks", "compat_compile", "compat_dynamo", "compat_generated")
+NAMES = ("compat", "compat_hooks", "compat_compile", "compat_cache_keys", "compat_dynamo", "compat_generated",
+         "compat_modules")  # fmt: skip
 COMPAT = tuple(f"core/{name}.py" for name in NAMES)
 SOURCES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 OUTSIDE = {name: tree for name, tree in SOURCES.items() if name not in COMPAT}

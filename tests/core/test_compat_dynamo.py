@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from mxtensor.core.compat_dynamo import compiled_alone, compiler_errors, exceeds_limit, traced_as_symbols
+from mxtensor.core.compat_dynamo import compiled_alone, compiler_errors, exceeds_limit, size_hint, traced_as_symbols
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -87,3 +89,18 @@ def test_errors_of_the_compiler_are_told_from_those_of_the_function():
         with pytest.raises(compiler_errors()) as found:
             limited(torch.ones(3))
     assert exceeds_limit(found.value) and not issubclass(ValueError, compiler_errors())
+
+
+def test_the_size_of_a_symbol_is_known_without_a_guard():
+    shapes = ShapeEnv()
+    symbol = shapes.create_unbacked_symint()
+    seen = []
+
+    def work(x):
+        seen.append([size_hint(n) for n in (*x.shape, 7)])
+        return x * 2
+
+    graph = make_fx(work, tracing_mode="symbolic")(torch.ones(5, 3))
+    assert seen == [[5, 3, 7]] and torch.equal(graph(torch.ones(9, 4)), torch.full((9, 4), 2.0))
+    with pytest.raises(GuardOnDataDependentSymNode):
+        size_hint(symbol)

@@ -11,9 +11,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.core import explain, log_table
-from mxtensor.core.entry import Entry, Timer
-from mxtensor.core.explain import Log
+from mxtensor.core import explain
+from mxtensor.core.explain import Entry, Log, Timer
 from mxtensor.core.kernel import Kernel, Spec, describe
 from mxtensor.core.select import dispatch_context, perform, restore_context
 
@@ -96,7 +95,7 @@ def test_describe_names_operands_and_shapes():
 def clock(monkeypatch):
     """Wall time that only tests move on, in seconds."""
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr("mxtensor.core.entry.time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    monkeypatch.setattr("mxtensor.core.explain.time", SimpleNamespace(perf_counter=lambda: now.seconds))
     return now
 
 
@@ -363,7 +362,7 @@ def test_a_timer_of_a_cpu_reads_the_wall():
 def small_logs(monkeypatch):
     monkeypatch.setattr(explain, "MAX_ENTRIES", 20)
     monkeypatch.setattr(explain, "MAX_LINES", 3)
-    monkeypatch.setattr(log_table, "MAX_PENDING", 8)
+    monkeypatch.setattr(explain, "MAX_PENDING", 8)
 
 
 def test_a_log_that_is_left_open_is_bounded_and_counts_all(small_logs):
@@ -394,7 +393,7 @@ def test_a_log_of_ever_new_kinds_is_bounded_too(small_logs):
 
 
 def test_reasons_of_a_line_are_bounded(small_logs, monkeypatch):
-    monkeypatch.setattr(log_table, "MAX_REASONS", 5)
+    monkeypatch.setattr(explain, "MAX_REASONS", 5)
     with mx.explain() as log:
         for i in range(100):
             explain.record(spec(), "k", {"a": f"reason {i}"})

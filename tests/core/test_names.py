@@ -140,6 +140,6 @@ def test_choices_of_other_arguments_in_any_spelling():
     assert recipe.linear_recipe().weight.rowwise.format.name == "mxfp6_e3m2"
     recipe = mx.recipe.MXFP4BlockScaling(grad_format="MXFP8-E5M2", stochastic_rounding=False)
     assert recipe.linear_recipe().grad.rowwise.format.name == "mxfp8_e5m2"
-    assert mx.MXLinearConfig.from_recipe_name("MXFP8-cublas-RCEIL") == mx.MXLinearConfig.from_recipe_name(
+    assert mx.ao.MXLinearConfig.from_recipe_name("MXFP8-cublas-RCEIL") == mx.ao.MXLinearConfig.from_recipe_name(
         "mxfp8_cublas_rceil"
     )

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.core.peer_names import ARGUMENTS, MODULE, NOT_NEEDED
-from mxtensor.tensor.torchao_attributes import TorchAOAttributes
+from mxtensor.tensor.attributes import TorchAOAttributes
 
 TRANSFORMER_ENGINE = """
 LayerNormLinear Linear LayerNormMLP LayerNorm RMSNorm GroupedLinear Fp8Padding Fp8Unpadding DotProductAttention DType
@@ -38,7 +39,10 @@ def is_known(name):
 
 
 def test_names_of_transformer_engine():
-    assert [name for name in TRANSFORMER_ENGINE.split() if not is_known(name)] == []
+    for name in TRANSFORMER_ENGINE.split():
+        if name not in te.__all__:
+            with pytest.raises(AttributeError, match=r"; (use|leave it out:) "):
+                getattr(te, name)
 
 
 @pytest.mark.parametrize("module", TORCHAO)
@@ -49,16 +53,17 @@ def test_names_of_torchao(module):
 
 def test_the_tables_have_no_name_of_the_package():
     assert not {*MODULE, *NOT_NEEDED} & {*mx.__all__} and not {*MODULE} & {*NOT_NEEDED}
-    assert {name for name in MODULE if MODULE[name] == f"mx.nn.{name}"} == {*mx.nn.__all__}
+    of_door = {name for name in MODULE if MODULE[name] == f"te.{name}, with import mxtensor.te as te"}
+    assert of_door == {*te.__all__} - {*mx.__all__, "QuantizerRole", "common"}
     recipes = {kind.__name__ for kind in mx.recipe.RECIPES}
     assert recipes <= {name for name in MODULE if MODULE[name] == f"mx.recipe.{name}"}
 
 
 @pytest.mark.parametrize("text", sorted({*MODULE.values()}))
 def test_what_an_error_names_exists(text):
-    for path in re.findall(r"\b(?:mx|torch)(?:\.\w+)+", text):
+    for path in re.findall(r"(?<![\w.])(?:mx|te|torch)(?:\.\w+)+", text):
         top, *names = path.split(".")
-        found = mx if top == "mx" else torch
+        found = {"mx": mx, "te": te, "torch": torch}[top]
         for i, name in enumerate(names):
             if top == "torch" and not hasattr(found, name):
                 importlib.import_module(".".join(["torch", *names[: i + 1]]))
@@ -70,9 +75,10 @@ def test_what_an_error_names_exists(text):
 
 def test_an_unknown_name_names_ours():
     for place, name, message in (
-        (mx, "fp8_autocast", r"; use mx\.autocast\(recipe=\.\.\.\)$"), (mx, "Linear", r"; use mx\.nn\.Linear$"),
-        (mx, "is_fp8_available", "; leave it out: every device"), (mx.nn, "FusedSGD", r"; use mx\.optim\.SGD$"),
-        (mx, "nonsense", "has no attribute 'nonsense'$"), (mx.nn, "nonsense", "has no attribute 'nonsense'$"),
+        (mx, "fp8_autocast", r"; use te\.fp8_autocast, with import mxtensor.te as te$"), (te, "checkpoint", "torch"),
+        (mx, "Linear", r"; use te\.Linear, with import mxtensor.te as te$"), (te.optimizers, "FusedSGD", "; use mx"),
+        (mx, "is_fp8_available", "; leave it out: every device"), (te, "FusedSGD", r"; use mx\.optim\.SGD$"),
+        (mx, "nonsense", "has no attribute 'nonsense'$"), (te, "nonsense", "has no attribute 'nonsense'$"),
     ):  # fmt: skip
         with pytest.raises(AttributeError, match=message):
             getattr(place, name)

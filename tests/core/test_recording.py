@@ -29,29 +29,69 @@ def check(function, *makers):
     return program
 
 
+def below_autograd():
+    """Ops reach a recorder as they do inside a custom op of a compiled graph."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def matrix(*shape):
     return lambda: torch.randn(*(shape or (4, 6)))
+
+
+OPS = [
+    lambda x, y: x @ y.t(),
+    lambda x, y: (x + y, None, x),
+    lambda x, y: torch.addmm(y[0, :4], x, y.t()),
+    lambda x, y: x.view(2, 12).t()[:, 1:].contiguous(),
+    lambda x, y: [*x.split(2), *torch.stack((x, y)).unbind()],
+    lambda x, y: torch.empty_like(x).copy_(y).mul_(2).view(-1),
+    lambda x, y: torch.zeros(3, 3).add_(float("inf")),
+    lambda x, y: x.to(torch.bfloat16).view(torch.int16).float(),
+    lambda x, y: torch.cat([x, y]).amax(0, keepdim=True).expand(3, 6),
+    lambda x, y: torch.where(x > y, x, -float("inf")),
+    lambda x, y: (x.reshape(6, 4), x[1], y.detach(), torch.full((2,), 3.5)),
+    lambda x, y: torch.nn.functional.pad(x, (0, 2, 1, 0)),
+]
+
+
+@pytest.mark.parametrize("function", OPS)
+def test_ops_of_torch(function):
+    check(function, matrix(), matrix())
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, y: x @ y.t(),
-        lambda x, y: (x + y, None, x),
-        lambda x, y: torch.addmm(y[0, :4], x, y.t()),
-        lambda x, y: x.view(2, 12).t()[:, 1:].contiguous(),
-        lambda x, y: [*x.split(2), *torch.stack((x, y)).unbind()],
-        lambda x, y: torch.empty_like(x).copy_(y).mul_(2).view(-1),
-        lambda x, y: torch.zeros(3, 3).add_(float("inf")),
-        lambda x, y: x.to(torch.bfloat16).view(torch.int16).float(),
-        lambda x, y: torch.cat([x, y]).amax(0, keepdim=True).expand(3, 6),
-        lambda x, y: torch.where(x > y, x, -float("inf")),
-        lambda x, y: (x.reshape(6, 4), x[1], y.detach(), torch.full((2,), 3.5)),
-        lambda x, y: torch.nn.functional.pad(x, (0, 2, 1, 0)),
+        *OPS,
+        lambda x, y: x.t().contiguous() + y.contiguous().t(),
+        lambda x, y: (x.t().reshape(24), y.reshape(24)),
+        lambda x, y: x.to(torch.float64).to(torch.float64) @ y.t().to(torch.float64),
+        lambda x, y: x.t().contiguous().view(-1).view(4, 6).t().contiguous(),
+        lambda x, y: x.t().flatten() + y.contiguous().ravel(),
     ],
 )
-def test_ops_of_torch(function):
-    check(function, matrix(), matrix())
+def test_below_autograd_a_copy_by_an_op_that_may_give_a_view_is_a_copy(function):
+    """There a recorder sees ``contiguous``, ``reshape`` and ``to``, and a custom op of a compiled graph runs there."""
+    with below_autograd():
+        check(function, matrix(), matrix())
+
+
+def test_a_launch_below_autograd_gets_the_address_of_the_copy_of_its_own_call():
+    seen = []
+
+    def work(x):
+        copy = x.t().contiguous()
+        recorder = active()
+        if recorder is not None:
+            recorder.launch(Launch(lambda *a: seen.append(a), (), (), (x, copy, copy[1])))
+        return [copy]
+
+    with below_autograd():
+        x = torch.randn(4, 6)
+        _, program = record(lambda: work(x), [x], tensors_of)
+        other = torch.randn(4, 6)
+        (copy,) = program(other)
+    assert seen == [(0, other.data_ptr(), copy.data_ptr(), copy[1].data_ptr())] and torch.equal(copy, other.t())
 
 
 def test_random_numbers_are_drawn_anew():

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.core.dispatch import is_strict
 from mxtensor.core.explain import LOGS
 from mxtensor.core.scopes import Scopes
 from mxtensor.core.select import forced_kernel, is_observed
+from mxtensor.te.contexts import init_recipe
 from mxtensor.training.autocast import autocast_state
-from mxtensor.training.model_init import init_recipe
 
 RECIPES = [mx.recipe.MXFP8BlockScaling(), mx.recipe.Float8CurrentScaling(), mx.recipe.MXFP4BlockScaling()]
 KERNELS = ["emulated", "dequant", "scaled_mm"]
@@ -49,7 +50,7 @@ CONTEXTS = {
         lambda i: (autocast_state() and autocast_state().recipe, RECIPES[i]),
     ),
     "model_init": (
-        entered(lambda i: mx.quantized_model_init(recipe=RECIPES[i])),
+        entered(lambda i: te.quantized_model_init(recipe=RECIPES[i])),
         lambda i: (init_recipe(), RECIPES[i].linear_recipe()),
     ),
 }

@@ -1,4 +1,5 @@
-"""Choosing a kernel: the first that accepts, asked once for each kind of call, unless one is named."""
+"""Choosing a kernel: the smallest expected time, else the first that accepts, asked once for each kind of call, unless
+one is named."""
 
 import sys
 from dataclasses import replace
@@ -7,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
-from mxtensor.core.entry import Entry
-from mxtensor.core.kernel import Kernel, Spec
-from mxtensor.core.plan import PLANS
+from mxtensor.core.explain import Entry
+from mxtensor.core.kernel import PLANS, Kernel, Spec
 from mxtensor.core.select import perform, plan_for
 from mxtensor.kernels.gemm.select import GEMM
 
@@ -22,8 +23,8 @@ def spec(op="mm", dtype=torch.float32):
     return Spec(op, ((8, 64), (16, 64)), ("float32", "mxfp8_e4m3"), dtype, torch.device("cpu"))
 
 
-def kernel(name, reason=None):
-    return Kernel(name, lambda spec, *operands: reason, lambda *operands: name)
+def kernel(name, reason=None, us=None):
+    return Kernel(name, lambda spec, *operands: reason, lambda *operands: name, expected_us=lambda spec, *operands: us)
 
 
 # ---------------------------------------------------------------------------------------------- choosing
@@ -34,6 +35,48 @@ def test_the_first_kernel_that_accepts_runs_and_the_refusals_before_it_are_logge
         ran = perform((kernel("a", "too tall"), kernel("b", "too wide"), kernel("c"), kernel("d")), spec())
     assert ran == "c"
     assert log.entries == [Entry(spec(), "c", {"a": "too tall", "b": "too wide"})]
+
+
+def test_the_smallest_expected_time_wins_and_explain_shows_the_others():
+    kernels = kernel("a", us=9.8), kernel("b", "too wide", us=1.0), kernel("c", us=7.1), kernel("d", us=8.0)
+    with mx.explain() as log:
+        assert perform(kernels, spec()) == "c"
+    assert log.entries[0].refusals == {
+        "b": "too wide", "a": "9.8 us expected, c 7.1 us", "d": "8.0 us expected, c 7.1 us",
+    }  # fmt: skip
+    assert "a: 9.8 us expected, c 7.1 us" in log.table(refused=True)
+
+
+def test_a_kernel_without_an_expected_time_is_between_those_before_and_those_after_it():
+    for kernels, name in (
+        ((kernel("a"), kernel("b", us=1.0)), "a"),
+        ((kernel("a", us=9.0), kernel("b"), kernel("c", us=1.0)), "a"),
+        ((kernel("a", us=9.0), kernel("b", us=8.0), kernel("c")), "b"),
+        ((kernel("a", us=8.0), kernel("b", us=8.0)), "a"),
+    ):
+        assert perform(kernels, spec()) == name
+
+
+def test_a_forced_kernel_runs_however_slow_it_is():
+    kernels = kernel("emulated", us=9.0), kernel("dequant", us=1.0)
+    assert perform(kernels, spec(), prefer="emulated") == "emulated"
+    with mx.kernels("emulated"):
+        assert perform(kernels, spec()) == "emulated"
+
+
+def test_sizes_that_torch_compile_does_not_know_reach_no_model_of_time():
+    def fails(spec):
+        raise AssertionError("asked")
+
+    ran = []
+
+    def product(x):
+        asked = Kernel("a", lambda spec: None, lambda: "a", expected_us=fails)
+        ran.append(perform((asked, kernel("b", us=1.0)), spec()._replace(shapes=(tuple(x.shape), (16, 64)))))
+        return x + 1
+
+    make_fx(product, tracing_mode="symbolic")(torch.ones(8, 64))
+    assert ran == ["a"]
 
 
 def test_when_none_accepts_every_sentence_is_in_the_error():
@@ -152,7 +195,7 @@ def test_kernels_nest_and_end_with_their_block():
 @pytest.mark.skipif(not BF16_ON_CPU, reason="this CPU has no bfloat16 product that accumulates in float32")
 def test_a_recipe_may_ask_for_a_kernel_and_kernels_overrules_it():
     linear, x = nn.Linear(64, 16, bias=False).bfloat16(), torch.randn(8, 64).bfloat16()
-    mx.quantize_(linear, mx.NVFP4WeightOnlyConfig(kernel_preference="emulated"))
+    mx.quantize_(linear, mx.LinearRecipe.inference("nvfp4", None, "emulated"))
     with mx.explain() as log:
         linear(x)
     assert kernels_of(log) == ["emulated"]

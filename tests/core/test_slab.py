@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mxtensor.core.slab import ALIGNMENT, Need, places
+from mxtensor.core.program import ALIGNMENT, Need, places
 
 
 def at_once(needs):

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.recipe import MXFP8BlockScaling
 from tests.distributed.fsdp_cases import message
 from tests.helpers.ranks import DEVICE, case, long_case
@@ -50,10 +51,8 @@ def attention_over_ranks(rank, folder):
         local = [mine(t, dim, rank).clone().requires_grad_() for t in whole]
         whole = [t.requires_grad_() for t in whole]
         options = {"qkv_format": form, "attn_mask_type": mask, "window_size": window}
-        one = mx.nn.DotProductAttention(HEADS, CHANNELS, groups, **options)
-        many = mx.nn.DotProductAttention(
-            HEADS, CHANNELS, groups, **options, cp_group=dist.group.WORLD, cp_comm_type=comm
-        )
+        one = te.DotProductAttention(HEADS, CHANNELS, groups, **options)
+        many = te.DotProductAttention(HEADS, CHANNELS, groups, **options, cp_group=dist.group.WORLD, cp_comm_type=comm)
         y, z = many(*local, checkpoint_core_attention=recomputed), one(*whole)
         grad = torch.randn(z.shape)
         y.backward(mine(grad, dim, rank)), z.backward(grad)
@@ -80,13 +79,13 @@ def layers(rank, rows):
     """(format, kind, comm type, compiled) -> the errors of layers in MXFP8 with rotary positions against one rank: of
     the result, and the largest one of the gradients of parameters, summed over the ranks; whether the layer without the
     group gives the bits of one rank."""
-    found, angles = {}, mx.nn.RotaryPositionEmbedding(CHANNELS)(64).to(DEVICE)
+    found, angles = {}, te.RotaryPositionEmbedding(CHANNELS)(64).to(DEVICE)
     for row in rows:
         form, kind, comm, compiled = row
         torch.manual_seed(5)
         dim = form.index("s")
         options = {"attn_input_format": form, "layer_type": kind, "hidden_dropout": 0, "attention_dropout": 0}
-        one = mx.nn.TransformerLayer(64, 128, 8, num_gqa_groups=4, **options).to(DEVICE)
+        one = te.TransformerLayer(64, 128, 8, num_gqa_groups=4, **options).to(DEVICE)
         many = copy.deepcopy(one)
         many.set_context_parallel_group(dist.group.WORLD, [0, 1], None, comm)
         x = torch.randn((32, 2, 64) if form == "sbhd" else (2, 32, 64))
@@ -111,16 +110,16 @@ def layers(rank, rows):
 def wrong_context_groups(rank, folder):
     """The errors of what cannot be split."""
     group, q = dist.group.WORLD, torch.randn(32, 2, HEADS, CHANNELS)
-    core = mx.nn.DotProductAttention(HEADS, CHANNELS, cp_group=group)
+    core = te.DotProductAttention(HEADS, CHANNELS, cp_group=group)
     mask = torch.zeros(2, 1, 1, 32, dtype=torch.bool)
-    odd = mx.nn.DotProductAttention(3, CHANNELS, cp_group=group, cp_comm_type="a2a")
+    odd = te.DotProductAttention(3, CHANNELS, cp_group=group, cp_comm_type="a2a")
     three, short = torch.randn(32, 2, 3, CHANNELS), torch.randn(31, 2, HEADS, CHANNELS)
     return [
         message(lambda: core(q, q, q, mask, attn_mask_type="padding_causal")),
         message(lambda: core(short, short, short)),
         message(lambda: odd(three, three, three)),
-        message(lambda: mx.nn.DotProductAttention(HEADS, CHANNELS, cp_group=[group, group], cp_comm_type="a2a+p2p")),
-        message(lambda: mx.nn.DotProductAttention(HEADS, CHANNELS, cp_group=[0, 1])),
-        message(lambda: mx.nn.DotProductAttention(HEADS, CHANNELS, cp_comm_type="ring")),
-        message(lambda: mx.nn.MultiheadAttention(32, HEADS, cp_group=group)),
+        message(lambda: te.DotProductAttention(HEADS, CHANNELS, cp_group=[group, group], cp_comm_type="a2a+p2p")),
+        message(lambda: te.DotProductAttention(HEADS, CHANNELS, cp_group=[0, 1])),
+        message(lambda: te.DotProductAttention(HEADS, CHANNELS, cp_comm_type="ring")),
+        message(lambda: te.MultiheadAttention(32, HEADS, cp_group=group)),
     ]

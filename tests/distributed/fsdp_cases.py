@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.core.local import local_of, sharded_like
 from mxtensor.core.select import forced_kernel
 from mxtensor.recipe import (
@@ -265,7 +266,7 @@ def other_formats(rank, folder):
         "mxfp4 one copy": MXFP4BlockScaling(single_weight_copy=True, stochastic_rounding=False),
         "float8 tiles": Float8BlockScaling(),
         "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
-        "torchao": mx.MXLinearConfig(single_weight_copy=True),
+        "torchao": mx.ao.MXLinearConfig(single_weight_copy=True),
         "high precision backward": MXFP8BlockScaling(high_precision_backward=True),
     }
     return {name: trained(recipe, 256, rank) for name, recipe in recipes.items()}
@@ -495,7 +496,7 @@ def quantized_parameters(rank, folder):
 @case
 def master_weights(rank, folder):
     """mx.optim with shards of MXTensors, and with whole ones."""
-    fused = partial(mx.optim.FusedAdam, master_weights=True, exp_avg_dtype=torch.bfloat16)
+    fused = partial(te.FusedAdam, master_weights=True, exp_avg_dtype=torch.bfloat16)
     return [masters(rank, mx.optim.AdamW, "master_weight"), masters(rank, fused, "master_param")]
 
 
@@ -521,11 +522,11 @@ def masters(rank, kind, name):
 
 
 def modules(**options):
-    """Two modules of mx.nn with weights of many magnitudes."""
+    """Two modules of te with weights of many magnitudes."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        mx.nn.LayerNormLinear(WIDTH, 100, **options), nn.GELU(), mx.nn.LayerNormMLP(100, 96, **options),
-        mx.nn.Linear(100, WIDTH, bias=False, **options),
+        te.LayerNormLinear(WIDTH, 100, **options), nn.GELU(), te.LayerNormMLP(100, 96, **options),
+        te.Linear(100, WIDTH, bias=False, **options),
     )  # fmt: skip
     with torch.no_grad():
         for p in model.parameters():
@@ -595,7 +596,7 @@ def stepped_alike(rank, options, into_main_grad):
 
 @case(exact=True, long=True)
 def modules_of_transformer_engine(rank, folder):
-    """mx.nn under autocast, two microbatches a step: gradients in ``grad``, in ``main_grad``, and delayed."""
+    """te under autocast, two microbatches a step: gradients in ``grad``, in ``main_grad``, and delayed."""
     fused, delayed = {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}
     every = {"grad": {}, "main_grad": fused, "later": delayed, "main_grad later": fused | delayed}
     return {name: stepped_alike(rank, options, "main_grad" in name) for name, options in every.items()}
@@ -603,7 +604,7 @@ def modules_of_transformer_engine(rank, folder):
 
 @case
 def modules_between_steps(rank, folder):
-    """Modules of mx.nn under FSDP2 start on meta, notice writes to a shard, and name mistakes."""
+    """Modules of te under FSDP2 start on meta, notice writes to a shard, and name mistakes."""
     with torch.device("meta"):
         model = modules(fuse_wgrad_accumulation=True)
     shard(model).to_empty(device=DEVICE)

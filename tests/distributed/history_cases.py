@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import mxtensor as mx
-from mxtensor.distributed.amax import _states
+from mxtensor.distributed.collectives import _states
 from mxtensor.recipe import DelayedScaling
-from mxtensor.training.histories import delayed_states
+from mxtensor.training.delayed_scaling import delayed_states
 from mxtensor.training.training_weight import values_of
 from tests.distributed.expert_cases import TopExperts, batch
 from tests.helpers.ranks import DEVICE, case

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.recipe import MXFP8BlockScaling
 from tests.helpers.ranks import DEVICE, case
 
@@ -33,11 +34,11 @@ def monitored_layers(rank, folder):
 
     for sequence in (False, True):
         options = {"tp_group": dist.group.WORLD, "set_parallel_mode": True, "sequence_parallel": sequence}
-        layer = mx.nn.TransformerLayer(64, 128, 4, device=DEVICE, **options)
+        layer = te.TransformerLayer(64, 128, 4, device=DEVICE, **options)
         found["layer", sequence] = names(layer, x)
-        ours = nn.Sequential(mx.nn.Linear(64, 128), nn.GELU(), mx.nn.Linear(128, 64))
+        ours = nn.Sequential(te.Linear(64, 128), nn.GELU(), te.Linear(128, 64))
         found["ours", sequence] = names(split(ours, Shard(0) if sequence else None), x)
         theirs = mx.quantize_(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), MXFP8)
         found["theirs", sequence] = names(split(theirs, Shard(0) if sequence else None), x)
-    found["sharded", None] = names(fully_shard(mx.nn.TransformerLayer(64, 128, 4, device=DEVICE)), x)
+    found["sharded", None] = names(fully_shard(te.TransformerLayer(64, 128, 4, device=DEVICE)), x)
     return found

@@ -1,4 +1,4 @@
-"""The cases of two ranks for ``test_nn_parallel.py``: modules of ``mx.nn`` split over a group, and on one rank."""
+"""The cases of two ranks for ``test_nn_parallel.py``: modules of ``te`` split over a group, and on one rank."""
 
 import contextlib
 import copy
@@ -14,8 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import parallelize_module
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from mxtensor.training.histories import delayed_states
+from mxtensor.training.delayed_scaling import delayed_states
 from tests.distributed.fsdp_cases import message
 from tests.helpers.ranks import DEVICE, case, long_case
 
@@ -105,7 +106,7 @@ def linear_of_two_ranks(rank, folder):
     for mode in ("column", "row"):
         for sequence in (False, True):
             many, one = (
-                made(mx.nn.Linear, IN, OUT, parallel=parallel, parallel_mode=mode, sequence_parallel=sequence)
+                made(te.Linear, IN, OUT, parallel=parallel, parallel_mode=mode, sequence_parallel=sequence)
                 for parallel in (True, False)
             )
             inputs, outputs = (None, -1) if mode == "column" else (-1, None)
@@ -122,7 +123,7 @@ def norms_of_two_ranks(rank, folder):
         options |= dict(qk_norm_type=norm, output_layernorm=True, qk_norm_before_rope=norm == "LayerNorm")
         for sequence in (False, True):
             many, one = (
-                made(mx.nn.TransformerLayer, IN, OUT, 4, parallel=parallel, sequence_parallel=sequence, **options)
+                made(te.TransformerLayer, IN, OUT, 4, parallel=parallel, sequence_parallel=sequence, **options)
                 for parallel in (True, False)
             )
             found[norm, sequence] = compared(many, one, rank, MXFP8, sequence=sequence)
@@ -138,19 +139,19 @@ def modules_of_two_ranks(rank, folder):
         "float8": Float8CurrentScaling(), "delayed": DelayedScaling(),
     }  # fmt: skip
     kinds = {
-        "norm": (mx.nn.LayerNormLinear, (IN, OUT), {"parallel_mode": "column"}, -1, ()),
-        "mlp": (mx.nn.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True}, None, ()),
+        "norm": (te.LayerNormLinear, (IN, OUT), {"parallel_mode": "column"}, -1, ()),
+        "mlp": (te.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True}, None, ()),
         "gated": (
-            mx.nn.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True, "activation": "swiglu", "bias": False}, None,
+            te.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True, "activation": "swiglu", "bias": False}, None,
             ("fc1_weight",),
         ),
         "attention": (
-            mx.nn.MultiheadAttention, (IN, 4),
+            te.MultiheadAttention, (IN, 4),
             {"set_parallel_mode": True, "num_gqa_groups": 2, "attention_dropout": 0.0, "fuse_qkv_params": True},
             None, (),
         ),
         "layer": (
-            mx.nn.TransformerLayer, (IN, OUT, 4),
+            te.TransformerLayer, (IN, OUT, 4),
             {"set_parallel_mode": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}, None, (),
         ),
     }  # fmt: skip
@@ -173,7 +174,7 @@ def options_of_a_split_module(rank, folder):
     row = dict(parallel_mode="row")
     # wgrad added to main_grad, and later; the weight quantized once for two microbatches
     many, one = (
-        made(mx.nn.Linear, IN, OUT, parallel=p, parallel_mode="column", sequence_parallel=True, bias=False,
+        made(te.Linear, IN, OUT, parallel=p, parallel_mode="column", sequence_parallel=True, bias=False,
              fuse_wgrad_accumulation=True, delay_wgrad_compute=True) for p in (True, False)
     )  # fmt: skip
     x = torch.randn(TOKENS, IN, generator=torch.Generator(DEVICE).manual_seed(1))
@@ -185,24 +186,24 @@ def options_of_a_split_module(rank, folder):
         layer.backward_dw()
     found["main_grad"] = relative(many.weight.main_grad, cut(one.weight.main_grad, 0, rank))
     # the bias is returned, whole
-    layer = made(mx.nn.Linear, IN, OUT, return_bias=True, **row)
+    layer = made(te.Linear, IN, OUT, return_bias=True, **row)
     y, bias = layer(cut(x, -1, rank))
-    plain = made(mx.nn.Linear, IN, OUT, parallel=False)
+    plain = made(te.Linear, IN, OUT, parallel=False)
     found["return_bias"] = relative(y + bias, plain(x))
     # quantized weights in several parameters
-    with mx.quantized_model_init(recipe=MXFP8):
-        layer = made(mx.nn.Linear, IN, OUT, parallel_mode="column", parameters_split=("q", "k"))
-        whole = made(mx.nn.Linear, IN, OUT, parallel=False, parameters_split=("q", "k"))
+    with te.quantized_model_init(recipe=MXFP8):
+        layer = made(te.Linear, IN, OUT, parallel_mode="column", parameters_split=("q", "k"))
+        whole = made(te.Linear, IN, OUT, parallel=False, parameters_split=("q", "k"))
     with mx.autocast(recipe=MXFP8):
         y, z = layer(x), whole(x)
     found["quantized"] = relative(y, torch.cat([cut(half, -1, rank) for half in z.chunk(2, -1)], -1))
     # the group comes later; a copy has it too
-    late = mx.nn.LayerNormMLP(IN, OUT, tp_size=2, set_parallel_mode=True, device=DEVICE)
+    late = te.LayerNormMLP(IN, OUT, tp_size=2, set_parallel_mode=True, device=DEVICE)
     found["no group"] = message(lambda: late(x))
     late.set_tensor_parallel_group(group)
     found["late"] = torch.equal(late(x), copy.deepcopy(late)(x))
     # the norm's result, gathered; parts of the sequence in the same order
-    layer = made(mx.nn.LayerNormLinear, IN, OUT, parallel_mode="column", sequence_parallel=True,
+    layer = made(te.LayerNormLinear, IN, OUT, parallel_mode="column", sequence_parallel=True,
                  return_layernorm_output=True, return_layernorm_output_gathered=True)  # fmt: skip
     found["gathered norm"] = relative(layer(cut(x, 0, rank))[1], torch.nn.functional.layer_norm(x, (IN,)))
 
@@ -210,12 +211,12 @@ def options_of_a_split_module(rank, folder):
     def tracker():
         return Tracker(rank)
 
-    drawn = mx.nn.Linear(IN, OUT, parallel_mode="column", tp_group=group, get_rng_state_tracker=tracker, device=DEVICE)
+    drawn = te.Linear(IN, OUT, parallel_mode="column", tp_group=group, get_rng_state_tracker=tracker, device=DEVICE)
     first, second = torch.empty_like(drawn.weight), torch.empty_like(drawn.weight)
     dist.all_gather([first, second], drawn.weight.detach())
     found["own numbers"] = torch.equal(first, second)
     # a group of experts: shapes only, the sum is outside
-    experts = mx.nn.GroupedLinear(2, IN, OUT, bias=False, parallel_mode="row", tp_group=group, device=DEVICE)
+    experts = te.GroupedLinear(2, IN, OUT, bias=False, parallel_mode="row", tp_group=group, device=DEVICE)
     found["experts"] = tuple(experts.weight1.shape)
     return found
 
@@ -252,8 +253,8 @@ def styles_of_modules(rank, folder):
     found = {}
     recipes = {"mxfp8": MXFP8, "nvfp4": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)}
     linear, normed = (
-        partial(mx.nn.Linear, IN, OUT, device=DEVICE),
-        partial(mx.nn.LayerNormLinear, IN, OUT, device=DEVICE),
+        partial(te.Linear, IN, OUT, device=DEVICE),
+        partial(te.LayerNormLinear, IN, OUT, device=DEVICE),
     )
     split = partial(linear, parameters_split=("q", "k"))
     columns, rows = mx.parallel.ColwiseParallel, mx.parallel.RowwiseParallel
@@ -293,7 +294,7 @@ def styles_compiled_and_sharded(rank, folder):
             "1": mx.parallel.RowwiseParallel(output_layouts=layout),
         }
         torch.manual_seed(3)
-        one = torch.nn.Sequential(mx.nn.LayerNormLinear(IN, OUT, device=DEVICE), mx.nn.Linear(OUT, IN, device=DEVICE))
+        one = torch.nn.Sequential(te.LayerNormLinear(IN, OUT, device=DEVICE), te.Linear(OUT, IN, device=DEVICE))
         x = torch.randn(BATCH, TOKENS, IN, generator=torch.Generator(DEVICE).manual_seed(5))
         part = cut(x, None if layout is None else 1, rank)
         torch._dynamo.reset()
@@ -323,33 +324,33 @@ def styles_compiled_and_sharded(rank, folder):
 
 @case
 def styles_that_do_not_fit(rank, folder):
-    """The error of each module of mx.nn that a style cannot split, and of calls that do not fit."""
+    """The error of each module of te that a style cannot split, and of calls that do not fit."""
     mesh, group = init_device_mesh(DEVICE, (2,)), dist.group.WORLD
     columns, rows = mx.parallel.ColwiseParallel, mx.parallel.RowwiseParallel
-    layer = partial(mx.nn.TransformerLayer, IN, OUT, 4)
-    whole = mx.nn.Linear(IN, OUT)
+    layer = partial(te.TransformerLayer, IN, OUT, 4)
+    whole = te.Linear(IN, OUT)
 
     def split(module, style, path="0"):
         return message(lambda: parallelize_module(torch.nn.Sequential(module), mesh, {path: style}))
 
     told = {
-        "mlp": split(mx.nn.LayerNormMLP(IN, OUT), columns()),
-        "experts": split(mx.nn.GroupedLinear(2, IN, OUT), rows()),
+        "mlp": split(te.LayerNormMLP(IN, OUT), columns()),
+        "experts": split(te.GroupedLinear(2, IN, OUT), rows()),
         "layer": split(layer(), columns()),
-        "attention": split(mx.nn.MultiheadAttention(IN, 4), rows()),
+        "attention": split(te.MultiheadAttention(IN, 4), rows()),
         "part": split(layer(), columns(), "0.self_attention.proj"),
-        "norm": split(mx.nn.LayerNormLinear(IN, OUT), rows()),
-        "main_grad": split(mx.nn.Linear(IN, OUT, fuse_wgrad_accumulation=True), columns()),
-        "bias": split(mx.nn.Linear(IN, OUT, return_bias=True), columns()),
-        "group": split(mx.nn.Linear(IN, OUT, tp_group=group, parallel_mode="row"), rows()),
-        "uneven": split(mx.nn.Linear(IN, 33), columns()),
-        "pieces": split(mx.nn.Linear(IN, OUT, parameters_split=("q", "k")), columns(output_layouts=Replicate())),
-        "torch's": split(mx.nn.Linear(IN, OUT), TorchColwise()),
+        "norm": split(te.LayerNormLinear(IN, OUT), rows()),
+        "main_grad": split(te.Linear(IN, OUT, fuse_wgrad_accumulation=True), columns()),
+        "bias": split(te.Linear(IN, OUT, return_bias=True), columns()),
+        "group": split(te.Linear(IN, OUT, tp_group=group, parallel_mode="row"), rows()),
+        "uneven": split(te.Linear(IN, 33), columns()),
+        "pieces": split(te.Linear(IN, OUT, parameters_split=("q", "k")), columns(output_layouts=Replicate())),
+        "torch's": split(te.Linear(IN, OUT), TorchColwise()),
         "DTensor": message(lambda: whole(DTensor.from_local(torch.randn(4, IN), mesh, [Replicate()]))),
     }
-    with mx.quantized_model_init(recipe=MXFP8):
-        told["quantized"] = split(mx.nn.Linear(IN, OUT), columns())
-    twice = parallelize_module(torch.nn.Sequential(mx.nn.Linear(IN, OUT)), mesh, {"0": columns(input_layouts=Shard(1))})
+    with te.quantized_model_init(recipe=MXFP8):
+        told["quantized"] = split(te.Linear(IN, OUT), columns())
+    twice = parallelize_module(torch.nn.Sequential(te.Linear(IN, OUT)), mesh, {"0": columns(input_layouts=Shard(1))})
     told["again"] = message(lambda: parallelize_module(twice, mesh, {"0": columns()}))
     told["features"] = message(lambda: twice(torch.randn(4, IN // 2)))
     return told
@@ -357,11 +358,11 @@ def styles_that_do_not_fit(rank, folder):
 
 @case
 def amax_of_all_ranks(rank, folder):
-    """Delayed scaling: the records of two layers, converted and of ``mx.nn``, before and after they are shared, and
+    """Delayed scaling: the records of two layers, converted and of ``te``, before and after they are shared, and
     whether a second call changes them."""
     torch.manual_seed(rank)
     recipe = DelayedScaling()
-    model = torch.nn.Sequential(mx.quantize_(torch.nn.Linear(IN, OUT), recipe), mx.nn.Linear(OUT, IN))
+    model = torch.nn.Sequential(mx.quantize_(torch.nn.Linear(IN, OUT), recipe), te.Linear(OUT, IN))
     with mx.autocast(recipe=recipe):
         model(torch.randn(4, IN) * (rank + 1)).sum().backward()
     states = [*delayed_states(model[0].weight).values(), model[1]._products[0].delayed]
@@ -379,15 +380,15 @@ def compiled_modules(rank, folder):
     found = {}
     for sequence in (False, True):
         for kind, args, options in (
-            (mx.nn.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True}),
-            (mx.nn.Linear, (IN, OUT), {"parallel_mode": "row"}),
-            (mx.nn.MultiheadAttention, (IN, 4, None, 0.0), {"set_parallel_mode": True, "qk_norm_type": "RMSNorm"}),
+            (te.LayerNormMLP, (IN, OUT), {"set_parallel_mode": True}),
+            (te.Linear, (IN, OUT), {"parallel_mode": "row"}),
+            (te.MultiheadAttention, (IN, 4, None, 0.0), {"set_parallel_mode": True, "qk_norm_type": "RMSNorm"}),
         ):
             torch._dynamo.reset()
             eager = made(kind, *args, sequence_parallel=sequence, **options)
             other = made(kind, *args, sequence_parallel=sequence, **options)
             traced = torch.compile(other, fullgraph=True, backend="aot_eager")
-            last = -1 if kind is mx.nn.Linear else (0 if sequence else None)
+            last = -1 if kind is te.Linear else (0 if sequence else None)
             x = cut(torch.randn(TOKENS, BATCH, IN, generator=torch.Generator(DEVICE).manual_seed(1)), last, rank)
             ys = []
             for model in (eager, traced):

@@ -15,15 +15,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import mxtensor as mx
 from mxtensor.core.select import forced_kernel
-from mxtensor.distributed import all_gather_linear
+from mxtensor.distributed import split_linear
 from mxtensor.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.distributed.fsdp_cases import message, same_as
 from tests.helpers.ranks import DEVICE, case, long_case
 
 TOKENS, IN, HIDDEN = 128, 128, 256
 CONFIGS = {
-    "mxfp8": mx.MXLinearConfig(),
-    "mxfp4": mx.MXLinearConfig(elem_dtype="mxfp4"),
+    "mxfp8": mx.ao.MXLinearConfig(),
+    "mxfp4": mx.ao.MXLinearConfig(elem_dtype="mxfp4"),
     "mxint8": CustomRecipe(weight="mxint8"),
     "tiles": CustomRecipe(weight="mxint8[32x32]"),
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),  # random numbers differ between ranks
@@ -96,13 +96,13 @@ def counted():
         return call
 
     for name in bytes:
-        old[name] = getattr(all_gather_linear, name)
-        setattr(all_gather_linear, name, wrap(name))
+        old[name] = getattr(split_linear, name)
+        setattr(split_linear, name, wrap(name))
     try:
         yield bytes
     finally:
         for name, function in old.items():
-            setattr(all_gather_linear, name, function)
+            setattr(split_linear, name, function)
 
 
 @case
@@ -135,14 +135,14 @@ def prepared_layers(rank, folder):
     format with a scale of the whole weight."""
     found = {}
     for name in ("mxfp4", "mxint8-weight-only", "mxfp8[32x32]-weight-only"):
-        one = mx.quantize_(mlp(), mx.QATConfig(name))
+        one = mx.quantize_(mlp(), name, step="prepare")
         two = split(copy.deepcopy(one), mx.parallel, mesh())
         torch.manual_seed(2)
         x = torch.randn(TOKENS, IN)
         for model in (one, two):
             model(x).square().mean().backward()
         found[name] = max(error(a.grad, b.grad) for a, b in zip(two.parameters(), one.parameters(), strict=True))
-    whole_scale = mx.quantize_(mlp(), mx.QATConfig("nvfp4"))
+    whole_scale = mx.quantize_(mlp(), "nvfp4", step="prepare")
     refused = message(lambda: parallelize_module(whole_scale, mesh(), {"0": mx.parallel.ColwiseParallel()}))
     return found, refused
 

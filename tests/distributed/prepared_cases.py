@@ -20,11 +20,11 @@ def prepared_and_converted(name, styles, late):
     """The losses of three steps of layers prepared for quantization-aware training and split by ``styles``, and of the
     same on one rank; the largest errors of the gradients, and of the result after the conversion; the local weight.
     ``late``: they are prepared after they were split."""
-    one = mx.quantize_(mlp(), mx.QATConfig(name))
+    one = mx.quantize_(mlp(), name, step="prepare")
     if late:
-        two = mx.quantize_(split(mlp(), styles, mesh()), mx.QATConfig(name))
+        two = mx.quantize_(split(mlp(), styles, mesh()), name, step="prepare")
     else:
-        two = split(mx.quantize_(mlp(), mx.QATConfig(name)), styles, mesh())
+        two = split(mx.quantize_(mlp(), name, step="prepare"), styles, mesh())
     torch.manual_seed(2)
     x = torch.randn(TOKENS, IN)
     losses, grads = steps(two, x, clip=1.0)
@@ -33,7 +33,7 @@ def prepared_and_converted(name, styles, late):
         for a, b in zip(two.parameters(), one.parameters(), strict=True):
             b.copy_(full(a))  # sums in another order have rounded other values to other codes
     for model in (one, two):
-        mx.quantize_(model, mx.QATConfig(name, step="convert"))
+        mx.quantize_(model, name, step="convert")
     kinds = {type(m) for m in two}, type(two[0].weight.to_local())
     with torch.no_grad():
         errors = max(error(a, b) for a, b in zip(grads, reference, strict=True)), error(two(x), one(x))
@@ -66,13 +66,13 @@ def layers_quantized_after_they_were_split(rank, folder):
             found[styles.__name__, before is None] = error(two(x), one(x)), codes_left
     grid = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("shard", "parallel"))
     both = fully_shard(split(mlp(), plain, grid["parallel"]), mesh=grid["shard"])
-    gathered = fully_shard(mx.quantize_(mlp(), mx.QATConfig("mxfp4")))
+    gathered = fully_shard(mx.quantize_(mlp(), "mxfp4", step="prepare"))
     gathered(x)  # FSDP2 keeps the whole weights of the outermost module
     odd = parallelize_module(nn.Sequential(nn.Linear(96, 64)), mesh(), {"0": plain.RowwiseParallel()})
     return found, [
         message(lambda: mx.quantize_(split(mlp(), plain, mesh()), CONFIGS["mxfp8"])),
         message(lambda: mx.quantize_(both, "mxfp8")),
-        message(lambda: mx.quantize_(gathered, mx.QATConfig("mxfp4", step="convert"))),
+        message(lambda: mx.quantize_(gathered, "mxfp4", step="convert")),
         message(lambda: mx.quantize_(odd, "mxfp8")),
-        message(lambda: split(mx.quantize_(mlp(), mx.QATConfig("nvfp4")), plain, mesh())(x)),
+        message(lambda: split(mx.quantize_(mlp(), "nvfp4", step="prepare"), plain, mesh())(x)),
     ]

@@ -10,10 +10,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.distributed import shared_scale
-from mxtensor.distributed.all_gather_linear import gathered_linear
+from mxtensor.distributed import split_linear as layers
 from mxtensor.distributed.collectives import Ranks
-from mxtensor.distributed.shared_scale import split_linear
+from mxtensor.distributed.split_linear import gathered_linear, split_linear
 from mxtensor.numerics.operand import Operand
 from mxtensor.recipe import Float8CurrentScaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.helpers.stand_in import BF16, device, pretend
@@ -34,7 +33,7 @@ def test_a_layer_of_ranks_is_one_graph(device, monkeypatch, capability, layer, r
     device(capability)
     monkeypatch.setattr(Ranks, "of", lambda group: Ranks(group, 2))
     empty = lambda x, cast, amax: Operand.empty(cast.format, tuple(x.shape), x.device)  # noqa: E731
-    monkeypatch.setattr(shared_scale, "_cast", empty)  # torch without CUDA copies no fake tensor of a GPU
+    monkeypatch.setattr(layers, "_cast", empty)  # torch without CUDA copies no fake tensor of a GPU
     linear_recipe, targets = recipe().linear_recipe(), []
 
     def run(x, weight, bias):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import mxtensor as mx
-from mxtensor.nn.context_parallel import of_chunks
+import mxtensor.te as te
+from mxtensor.te.context_parallel import of_chunks
 from tests.distributed.context_cases import ROWS
 from tests.helpers.ranks import DEVICE
 
@@ -47,10 +47,10 @@ def test_what_cannot_be_split_names_the_way_out(ranks):
 def test_angles_of_the_chunks_of_a_rank():
     t = torch.arange(12)
     assert [of_chunks(t, 6, 2, rank).tolist() for rank in (0, 1)] == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
-    x, angles = torch.randn(12, 1, 2, 8), mx.nn.RotaryPositionEmbedding(8)(12)
-    whole = mx.nn.apply_rotary_pos_emb(x, angles)
+    x, angles = torch.randn(12, 1, 2, 8), te.RotaryPositionEmbedding(8)(12)
+    whole = te.apply_rotary_pos_emb(x, angles)
     for rank in range(3):
-        part = mx.nn.apply_rotary_pos_emb(of_chunks(x, 4, 3, rank), angles, cp_size=3, cp_rank=rank)
+        part = te.apply_rotary_pos_emb(of_chunks(x, 4, 3, rank), angles, cp_size=3, cp_rank=rank)
         assert torch.equal(part, of_chunks(whole, 4, 3, rank))
     with pytest.raises(ValueError, match="do not cover sbhd"):
-        mx.nn.apply_rotary_pos_emb(x, angles, cp_size=2, cp_rank=0)
+        te.apply_rotary_pos_emb(x, angles, cp_size=2, cp_rank=0)

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 import mxtensor as mx
 from mxtensor.distributed.all_to_all import refuses
-from mxtensor.kernels.quantize.select import dequantize_operand, quantize_operand
+from mxtensor.kernels.quantize.choose_cast import dequantize_operand, quantize_operand
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FORMATS, Rounding, ScaleCalculationMode
 from mxtensor.recipe import DelayedScaling, MXFP8BlockScaling

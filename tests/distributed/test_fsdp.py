@@ -394,7 +394,13 @@ def test_views_and_copies_of_a_shard_have_its_shard():
     assert part.new_zeros(34, 64).shard == buffer.shard  # FSDP2 pads it again
     q = mx.quantize(torch.randn(100, 64), "mxfp8")
     padded = q.zeros_of_rows(34)
-    for each in (padded, padded.narrow(0, 0, 32), padded.clone(), padded.bfloat16(), padded.zeros_of_rows(34)):
+    for each in (
+        padded,
+        padded.narrow(0, 0, 32),
+        padded.clone(),
+        padded.with_dtype(torch.bfloat16),
+        padded.zeros_of_rows(34),
+    ):
         assert isinstance(each, mx.MXTensor) and each._shard == Shard((100, 64), (34, 64))
 
 

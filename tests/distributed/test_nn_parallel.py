@@ -1,4 +1,4 @@
-"""Modules of ``mx.nn`` split over two ranks compared with one rank: the results of ``nn_cases.py``."""
+"""Modules of ``te`` split over two ranks compared with one rank: the results of ``nn_cases.py``."""
 
 import copy
 import pickle
@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-import mxtensor as mx
-from mxtensor.nn.tensor_parallel import WHOLE, Parallel
+import mxtensor.te as te
+from mxtensor.te.tensor_parallel import WHOLE, Parallel
 from tests.helpers.ranks import DEVICE, SUMS
 
 TOLERANCE = 1e-6 if DEVICE == "cpu" else 1e-5
@@ -126,9 +126,9 @@ def test_ranks_share_the_largest_amax_of_a_step(ranks):
 
 def test_a_part_is_initialized_as_the_part_of_the_whole():
     torch.manual_seed(1)
-    whole = mx.nn.LayerNormMLP(32, 64, activation="swiglu")
+    whole = te.LayerNormMLP(32, 64, activation="swiglu")
     torch.manual_seed(1)
-    part = mx.nn.LayerNormMLP(32, 64, activation="swiglu", set_parallel_mode=True, tp_size=4)
+    part = te.LayerNormMLP(32, 64, activation="swiglu", set_parallel_mode=True, tp_size=4)
     halves = whole.fc1_weight.chunk(2)
     assert torch.equal(part.fc1_weight, torch.cat([half[:16] for half in halves]))
     assert torch.equal(part.fc2_weight, whole.fc2_weight[:, :16])
@@ -143,7 +143,7 @@ def test_a_part_is_initialized_as_the_part_of_the_whole():
 
 
 def test_one_rank_is_not_split_whatever_the_arguments():
-    layer = mx.nn.Linear(32, 64, parallel_mode="row", sequence_parallel=True)
+    layer = te.Linear(32, 64, parallel_mode="row", sequence_parallel=True)
     assert layer.weight.shape == (64, 32) and layer.parallel.mode is None and not layer.parallel.sequence
     x = torch.randn(4, 32)
     assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))

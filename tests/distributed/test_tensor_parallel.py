@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxtensor.distributed.all_gather_linear import gathered_linear, refuses
+from mxtensor.distributed.split_linear import gathered_linear, refuses
 from mxtensor.numerics.cast import Cast
 from mxtensor.recipe.linear_recipe import LinearRecipe, TensorCasts
 from tests.distributed.parallel_cases import CONFIGS

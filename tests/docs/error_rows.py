@@ -1,4 +1,4 @@
-"""The rows of docs/reference/errors.md, and what their calls need. Run as a script, it writes the messages anew:
+"""The rows of tests/docs/error_rows.md, and what their calls need. Run as a script, it writes the messages anew:
 
 python -m tests.docs.error_rows          write the rows whose message has changed
 python -m tests.docs.error_rows --check  print them, and exit with 1 if there are any
@@ -22,7 +22,7 @@ from mxtensor.core.kernel import Kernel
 from mxtensor.kernels.gemm import select
 from mxtensor.training import recompute
 
-PATH = Path(__file__).resolve().parents[2] / "docs" / "reference" / "errors.md"
+PATH = Path(__file__).with_suffix(".md")
 PAGE = PATH.read_text()
 ROW = re.compile(r"^\| `(.+?)` \| (\w+) \| `(.+?)` \| (.+) \|$", re.MULTILINE)
 ROWS = ROW.findall(PAGE)
@@ -81,7 +81,7 @@ def inside(recipe, call):
 
 def traced(call):
     """``call`` as torch.compile's tracing sees it."""
-    with mock.patch("torch.compiler.is_compiling", lambda: True):
+    with mock.patch("torch.compiler.is_dynamo_compiling", lambda: True):
         return call()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.core.arguments import SIZE, check, checked, described
 from tests.docs.wrong_calls import ROWS, calls, judged
 
@@ -88,5 +89,5 @@ class TestChecked:
 
     def test_an_optional_argument(self):
         with pytest.raises(TypeError, match=r"Linear: params_dtype is 'bfloat16'; pass one of .*, or None"):
-            mx.nn.Linear(64, 64, params_dtype="bfloat16")
+            te.Linear(64, 64, params_dtype="bfloat16")
         check("f", "size", 2**31 - 1, SIZE)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.core.arguments import described
 from mxtensor.recipe.linear_recipe import TensorCasts
 from mxtensor.report import model_report
@@ -234,7 +235,7 @@ def operand():
 
 
 def quantizer():
-    return mx.MXFP8Quantizer()
+    return te.MXFP8Quantizer()
 
 
 def components(**changes):
@@ -264,14 +265,14 @@ FLOAT_RECIPES = [Row(f"recipe.{kind.__name__}", recipe(kind)) for kind in mx.rec
 CONFIGS = [
     Row(kind.__name__, recipe(kind))
     for kind in (
-        mx.MXDynamicActivationMXWeightConfig,
-        mx.NVFP4DynamicActivationNVFP4WeightConfig,
-        mx.NVFP4WeightOnlyConfig,
-        mx.MXLinearConfig,
+        mx.ao.MXDynamicActivationMXWeightConfig,
+        mx.ao.NVFP4DynamicActivationNVFP4WeightConfig,
+        mx.ao.NVFP4WeightOnlyConfig,
+        mx.ao.MXLinearConfig,
         mx.MXFP8Config,
     )
 ]
-NN = mx.nn
+NN = te
 SIZES = {"in_features": 64, "out_features": 32}
 LAYOUTS = dict.fromkeys(("input_layouts", "output_layouts", "use_local_output"), None) | {"use_local_output": True}
 
@@ -284,9 +285,9 @@ ROWS = [
     Row("Orientation.of", plain(mx.Orientation.of, value="both")),
     Row("Rounding.of", plain(mx.Rounding.of, value="nearest")),
     Row("FourOverSix.of", plain(mx.FourOverSix.of, value="mae")),
-    Row("ScaleCalculationMode.of", plain(mx.ScaleCalculationMode.of, value="rceil")),
-    Row("KernelPreference.of", plain(mx.KernelPreference.of, value="auto")),
-    Row("DType.of", plain(mx.DType.of, value="e4m3")),
+    Row("ScaleCalculationMode.of", plain(mx.ao.ScaleCalculationMode.of, value="rceil")),
+    Row("KernelPreference.of", plain(mx.ao.KernelPreference.of, value="auto")),
+    Row("DType.of", plain(te.DType.of, value="e4m3")),
     Row("Cast", plain(mx.Cast, format=mx.FORMATS["mxfp8"])),
     Row("Cast.of", plain(mx.Cast.of, format="mxfp8")),
     Row("TensorCasts", plain(TensorCasts)),
@@ -313,13 +314,13 @@ ROWS = [
     Row("MXTensor.dequantize", method(mxtensor, "dequantize")),
     Row("MXTensor.to_dtype", method(mxtensor, "to_dtype", dtype=lambda: torch.bfloat16)),
     Row("autocast", plain(entered(mx.autocast)), ("amax_reduction_group",)),
-    Row("quantized_model_init", plain(entered(mx.quantized_model_init))),
+    Row("quantized_model_init", plain(entered(te.quantized_model_init))),
     Row("kernels", plain(entered(mx.kernels), name="emulated")),
     Row("explain", plain(entered(mx.explain))),
     Row("explain().table", lambda: (_log().table, {})),
     *FLOAT_RECIPES,
     *CONFIGS,
-    Row("MXLinearConfig.from_recipe_name", plain(mx.MXLinearConfig.from_recipe_name, name="mxfp8_cublas")),
+    Row("MXLinearConfig.from_recipe_name", plain(mx.ao.MXLinearConfig.from_recipe_name, name="mxfp8_cublas")),
     Row("MXFP8GradientScaler", plain(mx.MXFP8GradientScaler, device="cpu", init_scale=2.0, growth_interval=3)),
     Row("MXFP8Linear", module(mx.MXFP8Linear, lambda: x(4, 64), **SIZES)),
     Row("MXFP8Linear.forward", forward(mx.MXFP8Linear, {"input": lambda: x(4, 64)}, **SIZES)),
@@ -398,23 +399,23 @@ ROWS = [
     *(
         Row(kind.__name__, plain(kind))
         for kind in (
-            mx.MXFP8Quantizer,
-            mx.NVFP4Quantizer,
-            mx.Float8CurrentScalingQuantizer,
-            mx.Float8BlockQuantizer,
+            te.MXFP8Quantizer,
+            te.NVFP4Quantizer,
+            te.Float8CurrentScalingQuantizer,
+            te.Float8BlockQuantizer,
         )
     ),
-    Row("MXQuantizer", plain(mx.MXQuantizer, format="mxfp6_e2m3")),
-    Row("Float8Quantizer", plain(mx.Float8Quantizer, scale=torch.ones(1), amax=torch.zeros(1))),
-    Row("Quantizer", plain(mx.Quantizer, cast=mx.Cast.of("mxfp8"), rowwise=True, columnwise=True)),
-    Row("Quantizer.of", plain(mx.MXQuantizer.of, cast=mx.Cast.of("mxfp8"), rowwise=True, columnwise=True)),
+    Row("MXQuantizer", plain(te.MXQuantizer, format="mxfp6_e2m3")),
+    Row("Float8Quantizer", plain(te.Float8Quantizer, scale=torch.ones(1), amax=torch.zeros(1))),
+    Row("Quantizer", plain(te.Quantizer, cast=mx.Cast.of("mxfp8"), rowwise=True, columnwise=True)),
+    Row("Quantizer.of", plain(te.MXQuantizer.of, cast=mx.Cast.of("mxfp8"), rowwise=True, columnwise=True)),
     Row("Quantizer.quantize", method(quantizer, "quantize", x=x)),
     Row("Quantizer()", method(quantizer, "__call__", x=x)),
     Row("Quantizer.update_quantized", method(quantizer, "update_quantized", src=x, dst=lambda: quantizer()(x()))),
     Row("Quantizer.make_empty", method(quantizer, "make_empty", shape=lambda: (64, 64))),
     Row("Quantizer.set_usage", method(quantizer, "set_usage")),
     Row("Quantizer.is_quantizable", method(quantizer, "is_quantizable", x=x), ("x",)),  # the answer is False
-    Row("general_gemm", plain(mx.general_gemm, A=x(), B=x()), ("workspace",)),
+    Row("general_gemm", plain(te.general_gemm, A=x(), B=x()), ("workspace",)),
     Row(
         "optim.MasterWeights",
         lambda: (

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 
 import mxtensor as mx
-from benchmarks import calibration
+from benchmarks import quality
 from examples import distill, qat, qat_text, smollm2
 from examples.minilm import SENTENCES, load_sentences
 from tests.examples.small_llm import Bytes, small_llm
@@ -28,9 +28,7 @@ def test_mistakes_are_named_before_anything_is_loaded(arguments, message, monkey
 
 
 def test_no_text_both_trains_and_is_measured():
-    assert not set(qat_text.MODULES) & set(calibration.EVALUATION) and len(set(qat_text.MODULES)) == len(
-        qat_text.MODULES
-    )
+    assert not set(qat_text.MODULES) & set(quality.EVALUATION) and len(set(qat_text.MODULES)) == len(qat_text.MODULES)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -72,13 +70,13 @@ def test_the_student_learns_in_the_format(compiled):
     before = {name: parameter.clone() for name, parameter in teacher.named_parameters()}
     rows = torch.randint(1, 256, (16, 24))
     student = qat.start(teacher, list(rows.split(8)), "mxfp4-weight-only", "gptq")
-    mx.quantize_(student, mx.QATConfig("mxfp4-weight-only", step="prepare"))
+    mx.quantize_(student, "mxfp4-weight-only", step="prepare")
     distiller = distill.Distiller(student, teacher, 1e-3, compiled)
     assert len(distiller.parameters) == 7 + 3 and all(p.requires_grad for p in distiller.parameters)
     distiller.warm_up(rows)
     losses = [distiller.step(rows, step / 30).item() for step in range(30)]
     assert losses[-1] < 0.7 * losses[0]
-    student = mx.quantize_(copy.deepcopy(student), mx.QATConfig("mxfp4-weight-only", step="convert"))
+    student = mx.quantize_(copy.deepcopy(student), "mxfp4-weight-only", step="convert")
     with torch.no_grad():
         found = distill.divergence(
             distill.hidden_states(student, rows), distill.hidden_states(teacher, rows), distiller.head.float()
@@ -89,7 +87,7 @@ def test_the_student_learns_in_the_format(compiled):
 
 def test_progress_is_printed_and_ctrl_c_ends_the_training(monkeypatch, capsys):
     teacher, _ = small_llm()
-    student = mx.quantize_(copy.deepcopy(teacher).float(), mx.QATConfig("mxfp4-weight-only"))
+    student = mx.quantize_(copy.deepcopy(teacher).float(), "mxfp4-weight-only", step="prepare")
     rows, steps = torch.randint(1, 256, (4, 16)), []
 
     def step(self, batch, done, expected):
@@ -123,7 +121,7 @@ def test_a_batch_has_a_share_of_written_rows():
 
 def test_the_teachers_states_are_computed_once_and_are_those_of_a_step():
     teacher, _ = small_llm()
-    student = mx.quantize_(copy.deepcopy(teacher).float(), mx.QATConfig("mxfp4-weight-only"))
+    student = mx.quantize_(copy.deepcopy(teacher).float(), "mxfp4-weight-only", step="prepare")
     rows = torch.randint(1, 256, (5, 16))
     distiller = distill.Distiller(student, teacher.float(), 1e-4)
     batches = distill.Batches(rows, distill.endless(torch.arange(5), 2))
@@ -175,7 +173,7 @@ def test_the_example_runs_from_the_start_to_the_record(tmp_path, monkeypatch, ca
     model, _ = small_llm()
     monkeypatch.setattr(smollm2, "load_model", lambda dtype, path: (model.to(dtype), Tokenizer()))
     monkeypatch.setattr(qat_text, "MODULES", ("random", "no_such_module"))
-    monkeypatch.setattr(calibration, "EVALUATION", ("json",))
+    monkeypatch.setattr(quality, "EVALUATION", ("json",))
     files = {name: tmp_path / name for name in ("cache", "texts", "record.json")}
     options = ["--minutes", "0.02", "--threads", "1", "--batch", "2", "--window", "64", "--sampled", "4"]
     options += ["--text-tokens", "4000", "--calibration", "8", "--cache", str(files["cache"])]

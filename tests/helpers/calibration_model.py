@@ -1,5 +1,7 @@
 """A small model of blocks for the tests of calibration, its data, and what is compared of quantized ones."""
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -75,3 +77,18 @@ def same(a, b):
 
 class Stopped(BaseException):
     pass
+
+
+def stopping(method, name, call):
+    """``method`` as a subclass that raises Stopped in this call of ``name``; a state takes it for ``method``."""
+    calls = []
+
+    def counted(self, *args):
+        calls.append(args)
+        if len(calls) == call:
+            raise Stopped
+        return getattr(type(method), name)(self, *args)
+
+    made = type("Stopping", (type(method),), {name: counted, "__qualname__": type(method).__qualname__})
+    made.calls = calls
+    return made(*dataclasses.astuple(method))

@@ -5,25 +5,25 @@ import ctypes
 
 import torch
 
-from mxtensor.core import recording
+from mxtensor.core import recording, repeated
 from mxtensor.core.kernel import Kernel
 from mxtensor.kernels.gemm import dequant, scaled_mm
 from mxtensor.kernels.gemm import select as gemm_select
 from mxtensor.kernels.gemm.scaled_mm_contract import SCALINGS
-from mxtensor.kernels.gemm.spec import format_of, needs_codes
-from mxtensor.kernels.quantize import cpu, reference, select, select_pair, triton_ops, two_casts
+from mxtensor.kernels.gemm.spec import needs_codes
+from mxtensor.kernels.operands import format_of
+from mxtensor.kernels.quantize import choose_cast, choose_pair, cpu_casts, definition, triton_ops
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.formats import FP32, FULL, Format
 from mxtensor.numerics.operand import Operand
-from mxtensor.training import repeated
 from tests.kernels.quantize.conftest import set_tiles
 
 TUPLES = [
-    (select, "QUANTIZE", triton_ops.QUANTIZE),
-    (select, "DEQUANTIZE", triton_ops.DEQUANTIZE),
-    (select, "FAKE_QUANTIZE", triton_ops.FAKE_QUANTIZE),
-    (select_pair, "QUANTIZE_BOTH", triton_ops.QUANTIZE_BOTH),
-    (select_pair, "PAIR", triton_ops.PAIR),
+    (choose_cast, "QUANTIZE", triton_ops.QUANTIZE),
+    (choose_cast, "DEQUANTIZE", triton_ops.DEQUANTIZE),
+    (choose_cast, "FAKE_QUANTIZE", triton_ops.FAKE_QUANTIZE),
+    (choose_pair, "QUANTIZE_BOTH", triton_ops.QUANTIZE_BOTH),
+    (choose_pair, "PAIR", triton_ops.PAIR),
 ]
 
 
@@ -92,7 +92,7 @@ def _as_step(quantize):
 
 def _dequantize(operand, dtype):
     def run(*tensors):
-        return cpu.DEQUANTIZE.run(Operand.from_tensors(list(tensors), operand.format, operand.shape), dtype)
+        return cpu_casts.DEQUANTIZE.run(Operand.from_tensors(list(tensors), operand.format, operand.shape), dtype)
 
     return recording.call(run, *operand.tensors)
 
@@ -100,11 +100,11 @@ def _dequantize(operand, dtype):
 def install_native(monkeypatch):
     """Layers are recorded on the CPU, with its casts in C++ and in plain torch."""
     _record_on_the_cpu(monkeypatch)
-    steps = [Kernel(k.name, k.refuses, _as_step(k.run)) for k in (cpu.QUANTIZE, reference.QUANTIZE)]
-    monkeypatch.setattr(select, "QUANTIZE", tuple(steps))
-    decode = Kernel("cpu", cpu.DEQUANTIZE.refuses, _dequantize)
-    monkeypatch.setattr(select, "DEQUANTIZE", (decode, *select.DEQUANTIZE))
-    monkeypatch.setattr(two_casts.reference, "encode_with_amax", _as_step(two_casts.reference.encode_with_amax))
+    steps = [Kernel(k.name, k.refuses, _as_step(k.run)) for k in (cpu_casts.QUANTIZE, definition.QUANTIZE)]
+    monkeypatch.setattr(choose_cast, "QUANTIZE", tuple(steps))
+    decode = Kernel("cpu", cpu_casts.DEQUANTIZE.refuses, _dequantize)
+    monkeypatch.setattr(choose_cast, "DEQUANTIZE", (decode, *choose_cast.DEQUANTIZE))
+    monkeypatch.setattr(choose_pair.definition, "encode_with_amax", _as_step(choose_pair.definition.encode_with_amax))
 
 
 def install(monkeypatch, compiled=True):

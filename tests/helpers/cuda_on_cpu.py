@@ -13,12 +13,13 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
 from mxtensor.kernels.runtime import nvrtc
-from mxtensor.kernels.runtime.packed_launches import moved_arguments
-from mxtensor.kernels.runtime.tensor_map import TensorMap
+from mxtensor.kernels.runtime.cuda_driver import TensorMap
+from mxtensor.kernels.runtime.host_calls import moved_arguments
 
 MACHINE = Path(__file__).with_name("cuda_machine.h")
 REPLACED = ("machine.cuh", "machine_sm90.cuh")
@@ -109,17 +110,21 @@ def function(device, sources, constants, name, layout, threads, depth=1, cluster
     return call
 
 
-class PackedLaunches:
-    """Replaces that of ``packed_launches`` for kernels of ``function``, which take all arguments in each call."""
+LOCK = threading.Lock()
 
-    def __init__(self, device, steps, bases):
-        self.steps = [(kernel, grid, memory, list(arguments)) for kernel, grid, memory, arguments in steps]
-        self.moved = moved_arguments(steps, bases)
 
-    def __call__(self, addresses):
-        for step, at, base, offset in self.moved:
-            arguments, address = self.steps[step][3], addresses[base] + offset
+def packed_steps(steps, bases):
+    """Replaces ``packed_launches.packed`` for kernels of ``function``, which take all arguments in each call."""
+    moved = moved_arguments(steps, bases)
+
+    def run(stream, *addresses):
+        calls = [(kernel, grid, memory, list(arguments)) for kernel, grid, memory, arguments in steps]
+        for step, at, base, offset in moved:
+            arguments, address = calls[step][3], addresses[base] + offset
             is_map = isinstance(arguments[at], TensorMap)
             arguments[at] = arguments[at]._replace(address=address) if is_map else address
-        for kernel, grid, memory, arguments in self.steps:
-            kernel(*grid, memory, arguments)
+        with LOCK:  # the stand-in for a GPU runs one kernel at a time
+            for kernel, grid, memory, arguments in calls:
+                kernel(*grid, memory, arguments)
+
+    return run

@@ -267,7 +267,8 @@ def check(w):
             assert t.device == w.device and t.layout is torch.strided
             assert not t.numel() or w.device.type == "meta" or last * t.itemsize <= t.untyped_storage().nbytes()
         if format.global_scale:
-            assert operand.global_scale.shape == () and operand.global_scale.dtype is torch.float32
+            assert operand.global_scale.shape == format.global_scale_shape(shape)
+            assert operand.global_scale.dtype is torch.float32
     values = w.dequantize()
     assert values.shape == w.shape and values.dtype is w.dtype
     copied = w.detach().clone()

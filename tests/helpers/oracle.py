@@ -222,6 +222,14 @@ def spread(per_block, shape, block):
 def encode(x, format, mode="rceil"):
     """Quantize the non-empty float32 array ``x`` into ``format`` (read for its names and block only)."""
     assert x.dtype == np.float32 and x.size
+    if format.scales_matrices and x.ndim > 2:  # each matrix of a stack by itself
+        parts = [encode(matrix, format, mode) for matrix in x.reshape(-1, *x.shape[-2:])]
+        data, scale, one = (
+            np.stack([getattr(part, name) for part in parts]) for name in ("data", "scale", "global_scale")
+        )
+        lead = x.shape[:-2]
+        data, scale = (t.reshape(*lead, *t.shape[1:]) for t in (data, scale))
+        return Encoded(data, scale, one.reshape(*lead, 1, 1))
     element = element_of(format.element)
     amax = block_amax(x, format.block)
     scale, divided, global_scale = RULES[format.scale.name](x, amax, element, format, mode)
@@ -294,7 +302,7 @@ def decode(encoded, format, shape):
     }[format.scale.name](encoded.scale)
     values = element_values(element)[unpack(encoded.data, element, shape[-1])]
     out = (values * spread(scale, shape, format.block)).astype(np.float32)
-    return out if encoded.global_scale is None else out * np.float32(encoded.global_scale)
+    return out if encoded.global_scale is None else out * np.asarray(encoded.global_scale, np.float32)
 
 
 # ---------------------------------------------------------------------------------------------- comparing
@@ -334,8 +342,9 @@ def check(operand, x, mode="rceil"):
     np.testing.assert_array_equal(as_bytes(operand.data), expected.data)
     np.testing.assert_array_equal(operand.scale.numpy(), expected.scale)
     if format.global_scale:
-        assert (operand.global_scale.dtype, operand.global_scale.shape) == (torch.float32, ())
-        assert operand.global_scale.item() == expected.global_scale
+        wanted = torch.float32, format.global_scale_shape(shape)
+        assert (operand.global_scale.dtype, operand.global_scale.shape) == wanted
+        np.testing.assert_array_equal(operand.global_scale.numpy(), np.asarray(expected.global_scale, np.float32))
     else:
         assert operand.global_scale is None
     return decode(expected, format, shape)

@@ -2,9 +2,9 @@
 
 They use two GPUs and NCCL if there are two, otherwise the CPU and gloo. Four GPUs are two pairs, which share the cases.
 
-A case is a function of ``*_cases.py`` that both ranks call with their rank and a shared folder. The ``ranks`` fixture
-passes its results, or its failure, to the tests. A case that fails or hangs ends its pair of processes, and a new pair
-runs the cases after it.
+A case is a function of ``*_cases.py``, or of ``ranks_case.py``, that both ranks call with their rank and a shared
+folder. The ``ranks`` fixture passes its results, or its failure, to the tests. A case that fails or hangs ends its pair
+of processes, and a new pair runs the cases after it.
 
 On GPUs a case marked ``exact`` runs twice: with the kernels that a user gets, and with products added up in float64.
 One process and two then compute the same bits, whatever the order of the sums.
@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 NAMES = (
     "expert", "nn", "parallel", "prepared", "context", "mesh", "pipeline", "pretrained", "collective", "monitor",
-    "dcp", "history", "train", "fsdp", "bench",
+    "dcp", "history", "train", "fsdp", "reload", "bench",
 )  # fmt: skip
-MODULES = tuple(f"tests.distributed.{name}_cases" for name in NAMES)
+MODULES = (*(f"tests.distributed.{name}_cases" for name in NAMES), "tests.combinations.ranks_case")
 WORLD = 2
 PAIRS = max(torch.cuda.device_count() // WORLD, 1)
 DEVICE = "cuda" if torch.cuda.device_count() >= WORLD else "cpu"

@@ -5,7 +5,7 @@ import torch
 import mxtensor as mx
 from mxtensor.numerics.formats import get_format
 from mxtensor.numerics.reference import decode_local, encode
-from mxtensor.numerics.row_scaled_bound import FLOAT32_SUMS, exact_product, product_bound
+from mxtensor.numerics.row_scaled import FLOAT32_SUMS, exact_product, product_bound
 
 FP32 = torch.float32
 

@@ -15,10 +15,11 @@ import torch
 import mxtensor as mx
 from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm.select import GEMM, GROUPED
-from mxtensor.kernels.gemm.spec import Form, GemmArgs, Unquantized
-from mxtensor.kernels.quantize import triton_rows
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Form, Unquantized
+from mxtensor.kernels.quantize import triton_columns, triton_rows
 from mxtensor.kernels.quantize.amax_history import advance
-from mxtensor.kernels.quantize.select_pair import PAIR
+from mxtensor.kernels.quantize.choose_pair import PAIR
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FULL
 
@@ -33,7 +34,7 @@ def casts(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
         triton_rows.quantize(x.t(), cast)
         triton_rows.fake_quantize(x, cast, dtype)
         if cast.format.block[0] == 1 and cast.format.block[1] > 0:
-            triton_rows.quantize_both(x, cast)
+            triton_columns.quantize_both(x, cast)
             triton_rows.quantize_swizzled(x, cast)
         pairs(x, cast)
 

@@ -95,29 +95,35 @@ def under_sanitizers():
 
 def arm():
     """Compile what comes with the sanitizers."""
-    from mxtensor.kernels.attention import cpu as attention
-    from mxtensor.kernels.gemm import cpu_library
-    from mxtensor.kernels.quantize import cpu, cpu_nvfp4
-    from mxtensor.kernels.runtime import host_calls, native_ops
+    from mxtensor.kernels.attention import cpu_attention as attention
+    from mxtensor.kernels.gemm import cpu_codes
+    from mxtensor.kernels.quantize import cpu_casts
+    from mxtensor.kernels.runtime import host_calls, native_build
     from tests.helpers import cuda_on_cpu
 
     host_calls.FLAGS = (*host_calls.FLAGS, *SANITIZERS)
-    for module in (cpu, cpu_nvfp4, cpu_library, attention):
+    for module in (cpu_casts, cpu_codes, attention):
         module.FLAGS = (*(flag for flag in module.FLAGS if flag != "-O3"), "-O1", *SANITIZERS)
-    native_ops.FLAGS = (*native_ops.FLAGS, *SANITIZERS[:1], "-fno-sanitize=undefined")
+    native_build.OP_FLAGS = (*native_build.OP_FLAGS, *SANITIZERS[:1], "-fno-sanitize=undefined")
     cuda_on_cpu.FLAGS = (*cuda_on_cpu.FLAGS, *SANITIZERS)
-    for found in (cpu.library(), cpu_nvfp4.library(), cpu_library.library(), attention.library(), host_calls.module()):
+    for found in (
+        cpu_casts.library(),
+        cpu_casts.nvfp4_library(),
+        cpu_codes.library(),
+        attention.library(),
+        host_calls.module(),
+    ):
         assert not isinstance(found, str), found
-    return cpu
+    return cpu_casts
 
 
-def casts(cpu):
+def casts(cpu_casts):
     """Every format, dtype and layout, with values that end where their memory ends."""
     import torch
 
     import mxtensor as mx
     from mxtensor.core.kernel import Spec
-    from mxtensor.kernels.quantize import cpu_nvfp4
+    from mxtensor.kernels.quantize import cpu_casts
     from mxtensor.numerics.reference import decode, encode
     from tests.kernels.quantize.test_cpu import same_values
 
@@ -128,9 +134,9 @@ def casts(cpu):
     names = [*mx.FORMATS, "mxfp8[32x32]", "mxfp4[1x64]", "nvfp4[16x16]", "mxfp6_e3m2[1x16]", "mxint8[128x128]"]
     rounded_twice = [(name, "mse") for name in ("nvfp4", "nvfp4[16x16]", "nvfp4[row_scaled]")]
     every = [*((name, None) for name in names), ("nvfp4[row_scaled]", None), *rounded_twice]
-    for (name, four), dtype, size in itertools.product(every, cpu.KINDS, SIZES):
+    for (name, four), dtype, size in itertools.product(every, cpu_casts.KINDS, SIZES):
         cast = mx.Cast.of(name, ("floor", "rceil", "ceil", "even")[count % 4], four_over_six=four)
-        kernel = cpu.QUANTIZE if cast.why_not_plain is None else cpu_nvfp4.QUANTIZE
+        kernel = cpu_casts.QUANTIZE if cast.why_not_plain is None else cpu_casts.QUANTIZE_NVFP4
         x = torch.randn(size).to(dtype)
         for hostile in (False, True):
             if hostile and x.numel():
@@ -148,29 +154,33 @@ def casts(cpu):
                 if not hostile:  # any bytes are codes and scales
                     for t in operand.tensors:
                         as_bytes(t).random_(0, 256)
-                assert same_values(cpu.DEQUANTIZE.run(operand, dtype), decode(operand, dtype)), (name, dtype, size)
+                assert same_values(cpu_casts.DEQUANTIZE.run(operand, dtype), decode(operand, dtype)), (
+                    name,
+                    dtype,
+                    size,
+                )
                 count += 2
     return count
 
 
-def overrun(cpu):
+def overrun(cpu_casts):
     """Read one value after the end of a tensor, as a wrong size would."""
     import ctypes
 
     import torch
 
     x = torch.randn(1000)
-    cpu.library().mx_amax(ctypes.c_void_p(x.data_ptr()), 0, 0, x.numel() + 1)
+    cpu_casts.library().mx_amax(ctypes.c_void_p(x.data_ptr()), 0, 0, x.numel() + 1)
 
 
 def inside(arguments):
     import pytest
 
-    cpu, start = arm(), time.perf_counter()
+    cpu_casts, start = arm(), time.perf_counter()
     if "--check" in arguments:
-        overrun(cpu)
+        overrun(cpu_casts)
         return 0
-    print(f"{casts(cpu)} casts under AddressSanitizer and UBSan: no report, {time.perf_counter() - start:.0f} s")
+    print(f"{casts(cpu_casts)} casts under AddressSanitizer and UBSan: no report, {time.perf_counter() - start:.0f} s")
     if "--casts" in arguments:
         return 0
     for name, selected in TESTS.items():

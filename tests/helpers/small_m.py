@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.runtime.cuda_macros import ELEMENTS
+from mxtensor.kernels.runtime.nvrtc import ELEMENTS
 from mxtensor.kernels.small_m import launch
 from mxtensor.kernels.small_m.config import SCALES, LaunchConfig
-from mxtensor.numerics.element_format import ElementFormat
+from mxtensor.numerics.elements import ElementFormat
 from mxtensor.numerics.formats import E8M0, FORMATS, Format
 from mxtensor.numerics.reference import decode
 from tests.helpers import cuda_on_cpu

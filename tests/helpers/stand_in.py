@@ -8,7 +8,7 @@ import mxtensor as mx
 from mxtensor.core import devices
 from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm import scaled_mm_contract
-from mxtensor.kernels.gemm.spec import Unquantized
+from mxtensor.kernels.operands import Unquantized
 from mxtensor.kernels.runtime import nvrtc, triton_launch
 from mxtensor.numerics.reference import encode
 from tests.helpers.slow_swizzle import slowly_back

@@ -25,20 +25,12 @@ from unittest.mock import patch
 
 import torch
 
-from mxtensor.kernels.attention import triton_ranges, values_cuda
-from mxtensor.kernels.attention.spec import AttentionArgs, Tokens
-from mxtensor.kernels.gemm import (
-    dot_scaled,
-    fp8_rows,
-    fp8_rows_both,
-    fp8_rows_groups_costs,
-    fp8_rows_groups_mm,
-    fp8_rows_operand,
-)
-from mxtensor.kernels.gemm.row_operand import RowOperand
-from mxtensor.kernels.gemm.spec import Form
-from mxtensor.kernels.permute import triton_rows as permute
-from mxtensor.kernels.quantize import triton_columns, triton_common, triton_pair, triton_rows
+from mxtensor.kernels.attention import triton_attention
+from mxtensor.kernels.attention.arguments import AttentionArgs, Tokens
+from mxtensor.kernels.gemm import dot_scaled, fp8_rows, fp8_rows_grouped
+from mxtensor.kernels.operands import Form, RowOperand
+from mxtensor.kernels.permute import triton_permute as permute
+from mxtensor.kernels.quantize import to_row_scaled, to_row_scaled_both, triton_columns, triton_common, triton_rows
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import get_format
@@ -47,8 +39,8 @@ from mxtensor.numerics.operand import Operand
 
 TARGETS = (80, 89, 90, 100, 120)
 HOSTS = (
-    triton_common, triton_columns, triton_rows, triton_pair, fp8_rows, fp8_rows_both, fp8_rows_groups_mm,
-    fp8_rows_operand, triton_ranges, values_cuda, permute,
+    triton_common, triton_columns, triton_rows, fp8_rows, to_row_scaled_both, fp8_rows_grouped, to_row_scaled,
+    triton_attention, permute,
 )  # fmt: skip
 """The modules that launch casts, products of row-scaled operands, attention, and permutations."""
 
@@ -187,10 +179,10 @@ def pair(
     name: str, rowwise: str, columnwise: str, rows: int = 4096, cols: int = 4096, dtype: torch.dtype = BF16,
     delayed: bool = False,
 ) -> None:  # fmt: skip
-    """``triton_pair.pair`` of a matrix of this size, values in its dtype."""
+    """``triton_columns.pair`` of a matrix of this size, values in its dtype."""
     amax, record = torch.empty(2, dtype=FP32, device="meta").unbind() if delayed else (None, None)
     forms = Form(rowwise), Form(columnwise)
-    triton_pair.pair(values(rows, cols, dtype), Cast.of(name), *forms, dtype, amax, record)
+    triton_columns.pair(values(rows, cols, dtype), Cast.of(name), *forms, dtype, amax, record)
 
 
 def rounded(name: str, dtype: torch.dtype) -> None:
@@ -206,18 +198,18 @@ def transposed_values(name: str, dtype: torch.dtype) -> None:
 def row_operand(name: str, multiple: int) -> RowOperand:
     """4096x4096 values rescaled."""
     whole = operand(name)
-    made = fp8_rows_operand.empty_rows(4096, 4096, whole.data.device)
+    made = to_row_scaled.empty_rows(4096, 4096, whole.data.device)
     return RowOperand(*made, whole.scale, whole.format, (4096, 4096))
 
 
 def row_cast(name: str, dtype: torch.dtype, cols: int) -> None:
     """``rows_of_values`` of a matrix with so many columns."""
-    fp8_rows_operand.rows_of_values(values(4096, cols, dtype), Cast.of(name))
+    to_row_scaled.rows_of_values(values(4096, cols, dtype), Cast.of(name))
 
 
 def both_rows(name: str, rows: int, cols: int, rowwise: bool = True) -> None:
     """``rows_of_both`` of a matrix of this size."""
-    fp8_rows_both.rows_of_both(values(rows, cols, BF16), cast_named(name), rowwise)
+    to_row_scaled_both.rows_of_both(values(rows, cols, BF16), cast_named(name), rowwise)
 
 
 def cast_named(name: str) -> Cast:
@@ -230,23 +222,23 @@ def both_of_matrices(name: str, rows: int, cols: int, groups: int, rowwise: bool
     """``rows_of_both`` of a stack of four matrices, or ``rows_of_groups``."""
     if groups:
         layout = Groups(of((groups,), torch.int32), rows, 32)
-        fp8_rows_both.rows_of_groups(values(rows, cols, BF16), cast_named(name), layout, rowwise)
+        to_row_scaled_both.rows_of_groups(values(rows, cols, BF16), cast_named(name), layout, rowwise)
     else:
-        fp8_rows_both.rows_of_both(of((4, rows, cols), BF16), Cast.of(name), rowwise)
+        to_row_scaled_both.rows_of_both(of((4, rows, cols), BF16), Cast.of(name), rowwise)
 
 
 E4M3 = torch.float8_e4m3fn
 
 
-def values_tile() -> fp8_rows_groups_costs.Tile:
+def values_tile() -> fp8_rows_grouped.Tile:
     """The tile for values in bfloat16 on the device for which kernels are compiled."""
-    tile = fp8_rows_groups_mm._tile(of((1,), BF16), of((1,), BF16), 512, 512, 512)
+    tile = fp8_rows_grouped._tile(of((1,), BF16), of((1,), BF16), 512, 512, 512)
     assert tile is not None
     return tile
 
 
 def product_of_groups(
-    tile: fp8_rows_groups_costs.Tile, columns: bool, inner: int, groups: int, left: torch.dtype = E4M3,
+    tile: fp8_rows_grouped.Tile, columns: bool, inner: int, groups: int, left: torch.dtype = E4M3,
     right: torch.dtype = E4M3, block: int = 32,
 ) -> None:  # fmt: skip
     """Triton's product of groups of rows with scales by 2048 columns."""
@@ -256,10 +248,10 @@ def product_of_groups(
         sides = [
             t for n, dtype in ((1536, left), (inner, right)) for t in (of((n, length), dtype), of((groups * n,), FP32))
         ]
-        fp8_rows_groups_mm.triton_columns(*sides, ends, 4096, block, tile)
+        fp8_rows_grouped.triton_columns(*sides, ends, 4096, block, tile)
     else:
         stack, scales = of((groups, 2048, inner), right), of((groups * 2048,), FP32)
-        fp8_rows_groups_mm.triton_rows(of((4096, inner), left), of((4096,), FP32), stack, scales, ends, tile)
+        fp8_rows_grouped.triton_rows(of((4096, inner), left), of((4096,), FP32), stack, scales, ends, tile)
 
 
 def exact(left: str, right: str, bias: bool) -> None:
@@ -274,13 +266,13 @@ def attention(name: str, size: int, group: int, dtype: torch.dtype, has_mask: bo
     codes = Operand.empty(get_format(name), (2, 8, 4080, size), "meta")
     tokens = Tokens(torch.empty(2, 8, 16, size, device="meta"), codes)
     mask = torch.empty(2, 1, 1, 4096, device="meta") if has_mask else None
-    triton_ranges.run(q, tokens, tokens, AttentionArgs(size**-0.5, mask))
+    triton_attention.run(q, tokens, tokens, AttentionArgs(size**-0.5, mask))
 
 
 def attention_of_values(size: int, group: int, dtype: torch.dtype, mask: torch.dtype | None, count: int = 4096) -> None:
     """The same over keys and values of ``dtype``, with a mask of this dtype."""
     q, cache = of((2, 8 * group, 1, size), dtype), of((2, 8, count, size), dtype)
-    values_cuda.attend(q, cache, cache, None if mask is None else of((2, 1, 1, count), mask), size**-0.5)
+    triton_attention.attend(q, cache, cache, None if mask is None else of((2, 1, 1, count), mask), size**-0.5)
 
 
 def of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -345,10 +337,10 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "float8_tensor bf16 values": (lambda: rounded("float8_tensor", BF16), True),
     "float8_row bf16 values": (lambda: rounded("float8_row", BF16), True),
     "mxfp8 bf16 columns": (lambda: triton_rows.quantize(values(4096, 4096, BF16).t(), Cast.of("mxfp8")), True),
-    "mxfp8 bf16 both": (lambda: triton_rows.quantize_both(values(4096, 4096, BF16), Cast.of("mxfp8")), True),
-    "mxfp8 bf16 both tail": (lambda: triton_rows.quantize_both(values(4095, 4095, BF16), Cast.of("mxfp8")), True),
-    "mxfp8 fp32 both": (lambda: triton_rows.quantize_both(values(4096, 4096, FP32), Cast.of("mxfp8")), True),
-    "nvfp4 bf16 both": (lambda: triton_rows.quantize_both(values(4096, 4096, BF16), Cast.of("nvfp4")), False),
+    "mxfp8 bf16 both": (lambda: triton_columns.quantize_both(values(4096, 4096, BF16), Cast.of("mxfp8")), True),
+    "mxfp8 bf16 both tail": (lambda: triton_columns.quantize_both(values(4095, 4095, BF16), Cast.of("mxfp8")), True),
+    "mxfp8 fp32 both": (lambda: triton_columns.quantize_both(values(4096, 4096, FP32), Cast.of("mxfp8")), True),
+    "nvfp4 bf16 both": (lambda: triton_columns.quantize_both(values(4096, 4096, BF16), Cast.of("nvfp4")), False),
     "mxfp8 bf16 both values": (lambda: pair("mxfp8", "values", "values"), False),
     "mxfp8 bf16 both values tail": (lambda: pair("mxfp8", "values", "values", 4094, 4094), False),
     "mxfp8 bf16 values and codes": (lambda: pair("mxfp8", "values", "codes"), True),
@@ -388,11 +380,11 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "mxfp8 bf16 rows of a stack tail": (lambda: both_of_matrices("mxfp8", 1040, 4080, 0, False), True),
     "mxfp8 bf16 rows of groups": (lambda: both_of_matrices("mxfp8", 4096, 4096, 64), True),
     "mxfp8_e5m2 bf16 rows of groups tail": (lambda: both_of_matrices("mxfp8_e5m2", 4096, 4080, 8, False), False),
-    "mxfp8 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp8"), 16), True),
-    "mxfp6 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp6"), 16), True),
-    "mxfp4 to rows": (lambda: fp8_rows_operand.rows_of_operand(operand("mxfp4"), 16), True),
+    "mxfp8 to rows": (lambda: to_row_scaled.rows_of_operand(operand("mxfp8"), 16), True),
+    "mxfp6 to rows": (lambda: to_row_scaled.rows_of_operand(operand("mxfp6"), 16), True),
+    "mxfp4 to rows": (lambda: to_row_scaled.rows_of_operand(operand("mxfp4"), 16), True),
     "float8_e5m2_tensor_pow2 to rows": (
-        lambda: fp8_rows_operand.rows_of_operand(operand("float8_e5m2_tensor_pow2"), 16),
+        lambda: to_row_scaled.rows_of_operand(operand("float8_e5m2_tensor_pow2"), 16),
         True,
     ),
     "attention mxfp8": (lambda: attention("mxfp8", 128, 4, BF16), False),
@@ -416,16 +408,16 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "merge fp32 padded": (lambda: merge(FP32, 1000, 1024, BF16, True), False),
     "merge short rows of one": (lambda: merge(BF16, 512, 1, BF16), False),
     "merge fp16 tail": (lambda: merge(torch.float16, 2047, 8, torch.float16), False),
-    "groups of rows": (lambda: product_of_groups(fp8_rows_groups_costs.NARROW, False, 4096, 64), False),
-    "groups of rows wide tail": (lambda: product_of_groups(fp8_rows_groups_costs.WIDE, False, 2064, 8), False),
-    "groups of columns": (lambda: product_of_groups(fp8_rows_groups_costs.NARROW, True, 4096, 64), False),
-    "groups of columns wide": (lambda: product_of_groups(fp8_rows_groups_costs.WIDE, True, 4096, 8), False),
+    "groups of rows": (lambda: product_of_groups(fp8_rows_grouped.NARROW, False, 4096, 64), False),
+    "groups of rows wide tail": (lambda: product_of_groups(fp8_rows_grouped.WIDE, False, 2064, 8), False),
+    "groups of columns": (lambda: product_of_groups(fp8_rows_grouped.NARROW, True, 4096, 64), False),
+    "groups of columns wide": (lambda: product_of_groups(fp8_rows_grouped.WIDE, True, 4096, 8), False),
     "groups of gradients": (
-        lambda: product_of_groups(fp8_rows_groups_costs.WIDE, False, 4096, 64, torch.float8_e5m2),
+        lambda: product_of_groups(fp8_rows_grouped.WIDE, False, 4096, 64, torch.float8_e5m2),
         False,
     ),
     "groups of columns of gradients": (
-        lambda: product_of_groups(fp8_rows_groups_costs.NARROW, True, 4096, 64, torch.float8_e5m2, E4M3, 16),
+        lambda: product_of_groups(fp8_rows_grouped.NARROW, True, 4096, 64, torch.float8_e5m2, E4M3, 16),
         False,
     ),
     "values in groups": (lambda: product_of_groups(values_tile(), False, 4096, 8, BF16, BF16), False),
@@ -463,7 +455,7 @@ def launches(call: Callable[[], Any], target: int) -> list[tuple[Any, tuple[Any,
 
 
 def casts(target: int) -> list[Variant]:
-    """The launches of CASTS as the host code makes them, with the tiles and warps of ``triton_tiles.py``."""
+    """The launches of CASTS as the host code makes them, with the tiles and warps of ``triton_common.py``."""
     rows: dict[tuple[Any, ...], Variant] = {}
     for label, (call, converts) in CASTS.items():
         if target < 89 and label.startswith("exact"):

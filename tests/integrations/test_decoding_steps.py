@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mxtensor as mx
+from mxtensor.core import progress
 from tests.helpers import tiny_models
 from tests.integrations.test_compile_decoding import graphs, llama, prompt, tokens, uncompiled
 from tests.integrations.test_decoding_families import STEPS, generated
@@ -128,3 +129,14 @@ def test_threads_have_the_tokens_of_their_own_prompts(shared):
     for model, ids, want in zip(models, prompts, wanted, strict=True):  # while a thread compiles, others stay eager
         assert torch.equal(tokens(model, ids), want)
         assert len(model.forward.graphs) == 1
+
+
+def test_what_torch_compiles_is_said_with_a_clock_and_not_at_later_steps(monkeypatch, capsys):
+    model = mx.compile_decoding(llama())
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    tokens(model, prompt(1, 7))
+    said = "compile_decoding: torch compiles the steps of LlamaForCausalLM, once for each kind of cache"
+    assert said in (shown := capsys.readouterr().err) and "minutes on a busy processor: 00:" in shown
+    monkeypatch.undo()
+    tokens(model, prompt(1, 3))
+    assert "compile_decoding" not in capsys.readouterr().err

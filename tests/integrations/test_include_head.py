@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -112,3 +113,24 @@ def test_a_config_of_before_has_no_head_and_a_wrong_one_is_refused():
     assert kind.from_dict({"quant_method": "mxtensor", "format": "mxfp8", "skip": []}).include_head is False
     with pytest.raises(TypeError, match="TransformersConfig: include_head"):
         mx.TransformersConfig("mxfp8", include_head="lm_head")
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("name", ["tied", "tied, Conv1D", "tied, two embeddings"])
+def test_an_embedding_that_the_files_untie_stays_as_with_quantize(name, safe, tmp_path):
+    """Fine-tuned heads are stored so, with a configuration that ties them."""
+    MODELS[name]().save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    shared = next(key for key in state if key.endswith(("embed_tokens.weight", "wte.weight", "shared.weight")))
+    for add, untied in ((0.01, True), (0, False)):
+        state["lm_head.weight"] = state[shared] + add
+        if safe:
+            save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        else:
+            (tmp_path / "model.safetensors").unlink(missing_ok=True)
+            torch.save(state, tmp_path / "pytorch_model.bin")
+        model = load(tmp_path, quantization_config=mx.TransformersConfig("mxfp8", include_head=True))
+        wanted = mx.quantize_(load(tmp_path), "mxfp8", include_head=True)
+        assert quantized(model) == quantized(wanted) and "lm_head.weight" in quantized(model)
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) is not untied
+        assert torch.equal(logits(model), logits(wanted))

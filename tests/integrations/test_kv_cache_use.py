@@ -11,8 +11,7 @@ from transformers import EncoderDecoderCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.mllama import MllamaTextConfig
 
 import mxtensor as mx
-from mxtensor.integrations.kv_static import TracedTokens
-from mxtensor.integrations.kv_tensor import CachedTokens
+from mxtensor.integrations.kv_tensor import CachedTokens, TracedTokens
 from tests.integrations.test_kv_cache import SIZES, prompt
 
 LIMIT = 48
@@ -227,6 +226,8 @@ STATES = {
 
 @pytest.mark.parametrize("family", STATES)
 def test_layers_with_a_state_need_the_config(family):
+    if family == "RecurrentGemma" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21):
+        pytest.skip(f"transformers {transformers.__version__} asks for a layer of an empty cache in RecurrentGemma")
     config = getattr(transformers, f"{family}Config")(**SIZES | STATES[family])
     model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     with pytest.raises(ValueError, match=r"layer \d .*pass config=model\.config"):

@@ -9,8 +9,9 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mxtensor as mx
-from mxtensor.integrations.kv_static import StaticKVLayer, TracedTokens
+from mxtensor.integrations.kv_cache import StaticKVLayer
 from mxtensor.integrations.kv_storage import FIRST
+from mxtensor.integrations.kv_tensor import TracedTokens
 from tests.integrations.test_kv_cache import FORMATS, SIZES, Dequantizing, prompt
 
 LIMIT = 48
@@ -124,8 +125,8 @@ def test_generate_on_a_gpu_compiles_by_itself(model):
 
 def test_methods_keep_the_memory_where_it_is():
     still, _ = filled("nvfp4")
-    addresses = [t.data_ptr() for side in still._sides() for t in side.buffers]
-    before = still.keys.dequantize()
+    addresses = [t.data_ptr() for side in (still._keys, still._values) for t in side.buffers]
+    before, memory = still.keys.dequantize(), still.nbytes
     still.reorder_cache(torch.tensor([1, 1]))
     assert torch.equal(still.keys.dequantize(), before[[1, 1]])
     still.crop(-3)
@@ -133,13 +134,13 @@ def test_methods_keep_the_memory_where_it_is():
     still.crop(12)
     assert int(still.get_seq_length()) == 12
     still.reset()
-    assert int(still.get_seq_length()) == 0 and still.nbytes == sum(t.nbytes for s in still._sides() for t in s.buffers)
+    assert int(still.get_seq_length()) == 0 and still.nbytes == memory
     x = torch.randn(2, 2, 20, 64)
     still.update(x, x)
     fresh = StaticKVLayer(mx.Cast.of("nvfp4"), LIMIT)
     fresh.update(x, x)
     assert torch.equal(still.keys.dequantize(), fresh.keys.dequantize())
-    assert addresses == [t.data_ptr() for side in still._sides() for t in side.buffers]
+    assert addresses == [t.data_ptr() for side in (still._keys, still._values) for t in side.buffers]
     still.offload()
     still.prefetch()
     assert torch.equal(still.keys.dequantize(), fresh.keys.dequantize())

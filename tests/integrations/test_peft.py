@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import mxtensor as mx
-from mxtensor.integrations import peft_merges
+from mxtensor.integrations import peft as of_peft
 from tests.integrations.test_transformers import IDS, MODELS, quantized
 
 peft = pytest.importorskip("peft")
@@ -173,7 +173,7 @@ def test_a_change_of_the_last_rows_alone_is_merged():
     model = peft.get_peft_model(mx.quantize_(net, "mxfp8"), config)
     layer = model.base_model.model[0]
     with torch.no_grad():
-        layer.lora_B["default"].weight[: peft_merges.ROWS] = 0
+        layer.lora_B["default"].weight[: of_peft.ROWS] = 0
     wanted = layer.weight.dequantize() + layer.get_delta_weight("default")
     model.merge_adapter()
     assert torch.equal(layer.weight.dequantize(), mx.quantize(wanted.detach(), "mxfp8").dequantize())
@@ -191,7 +191,7 @@ def test_codes_of_before_are_freed_and_do_not_replace_what_was_loaded():
     model = peft.get_peft_model(mx.quantize_(MODELS["Llama"](), "mxfp8"), TUNERS["lora"]())
     loaded = {n: p.detach().clone() for n, p in model.named_parameters() if isinstance(p, mx.MXTensor)}
     model.merge_adapter()
-    assert len(peft_merges._before) == len(loaded)
+    assert len(of_peft._before) == len(loaded)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name in loaded:
@@ -202,7 +202,7 @@ def test_codes_of_before_are_freed_and_do_not_replace_what_was_loaded():
     model.merge_and_unload()
     del model
     gc.collect()
-    assert not peft_merges._before
+    assert not of_peft._before
 
 
 def test_what_changes_nothing_and_what_is_not_quantized_does_not_warn(tmp_path):

@@ -66,3 +66,61 @@ def test_after_an_error_the_model_is_as_before(tmp_path):
     with pytest.raises((OSError, ValueError)):
         model.save_pretrained(tmp_path / "file" / "folder")
     assert not hasattr(model.config, "quantization_config") and not hasattr(model, "hf_quantizer")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(12)[None]).logits
+
+
+def loaded(model, path):
+    model.save_pretrained(path)
+    found, loading = LlamaForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    assert quantized(found).keys() == quantized(model).keys() and torch.equal(logits(found), logits(model))
+    state = path / "state"
+    mx.checkpoints.save(model, state)
+    assert torch.equal(logits(LlamaForCausalLM.from_pretrained(state)), logits(model))
+    return found
+
+
+def apart(path):
+    """A model whose files have a head of its own, though its configuration ties it to the embedding."""
+    model = llama(tie_word_embeddings=True)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(96, 64))
+    model.save_pretrained(path)
+    return LlamaForCausalLM.from_pretrained(path).eval()
+
+
+def everything(module, name):
+    return True
+
+
+@pytest.mark.parametrize("how", ["resize", "tie", "by hand"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_head_that_is_tied_again(how, again, tmp_path):
+    model = mx.quantize_(apart(tmp_path / "plain"), "mxfp8-weight-only", everything)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    if again:
+        model = loaded(model, tmp_path / "once")
+    if how == "resize":
+        model.resize_token_embeddings(104)
+    elif how == "tie":
+        model.tie_weights()
+    else:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    found = loaded(model, tmp_path / "saved")
+    assert found.lm_head.weight is found.model.embed_tokens.weight and isinstance(found.lm_head.weight, mx.MXTensor)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_a_user_ties_or_unties(tied, again, tmp_path):
+    model = mx.quantize_(llama(tie_word_embeddings=not tied), "mxfp8-weight-only", everything)
+    if again:
+        model = loaded(model, tmp_path / "once")
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    else:
+        model.lm_head.weight = torch.nn.Parameter(mx.quantize(torch.randn(96, 64), "mxfp8"), False)
+    loaded(model, tmp_path / "saved")

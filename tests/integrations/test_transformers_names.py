@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers as tf
 
 import mxtensor as mx
 from tests.helpers.renamed_models import MODELS, built, output
@@ -43,6 +44,8 @@ def test_a_model_is_quantized_saved_and_loaded_again_and_again(name, tmp_path):
 @pytest.mark.parametrize("name", SPLIT)
 def test_each_layer_of_a_fused_one_is_quantized_or_skipped_by_itself(name, tmp_path):
     model = built(name)
+    if not any(".q_proj." in key for key in model.state_dict()):
+        pytest.skip(f"transformers {tf.__version__} loads the projections of {name} as one")
     model.save_pretrained(tmp_path)
     plain = {key: value.clone() for key, value in model.state_dict().items()}
     every = quantized(loaded(model, tmp_path))

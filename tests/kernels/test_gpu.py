@@ -8,16 +8,17 @@ import torch
 
 import mxtensor as mx
 from mxtensor.kernels.gemm.select import gemm
-from mxtensor.kernels.gemm.spec import FakeQuantized, Form, GemmArgs
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import FakeQuantized, Form
 from mxtensor.kernels.quantize import triton_rows
-from mxtensor.kernels.quantize.reference import encode_with_amax
-from mxtensor.kernels.quantize.select import fake_quantize
-from mxtensor.kernels.quantize.select_pair import cast_pair
+from mxtensor.kernels.quantize.choose_cast import fake_quantize
+from mxtensor.kernels.quantize.choose_pair import cast_pair
+from mxtensor.kernels.quantize.definition import encode_with_amax
 from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.numerics import reference
-from mxtensor.numerics.swizzle import swizzle
+from mxtensor.numerics.derived import swizzle
 
-casts = sys.modules["mxtensor.kernels.quantize.select"]
+casts = sys.modules["mxtensor.kernels.quantize.choose_cast"]
 pytestmark = pytest.mark.gpu
 FORMATS = [*mx.FORMATS, "mxfp8[32x32]", "mxfp4[1x64]"]
 

@@ -5,10 +5,11 @@ import torch
 
 import mxtensor as mx
 from mxtensor.kernels.gemm import fp8_rows, fp8_rows_cache
-from mxtensor.kernels.gemm.fp8_rows_both import rows_of_both
-from mxtensor.kernels.gemm.fp8_rows_operand import matrix_of, rows_of_operand, rows_of_values, why_not_in_one
 from mxtensor.kernels.gemm.select import gemm, plan_of
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Unquantized
+from mxtensor.kernels.quantize.to_row_scaled import matrix_of, rows_of_operand, rows_of_values, why_not_in_one
+from mxtensor.kernels.quantize.to_row_scaled_both import rows_of_both
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
 from mxtensor.recipe import MXFP8BlockScaling

@@ -11,11 +11,13 @@ import mxtensor as mx
 from mxtensor.core import devices
 from mxtensor.core.kernel import Spec
 from mxtensor.kernels.gemm import select as gemm
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
-from mxtensor.kernels.quantize import cpu, sliced, triton_rows
-from mxtensor.kernels.runtime.cuda_macros import ELEMENTS
-from mxtensor.kernels.small_m import ops as small_m
-from mxtensor.numerics.element_format import ElementFormat
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Unquantized
+from mxtensor.kernels.quantize import cpu_casts, definition, triton_columns, triton_rows
+from mxtensor.kernels.runtime.nvrtc import ELEMENTS
+from mxtensor.kernels.small_m import kernel as small_m
+from mxtensor.numerics.choices import ScaleCalculationMode
+from mxtensor.numerics.elements import ElementFormat
 from mxtensor.numerics.formats import E2M3, E8M0, UE4M3, Format
 from mxtensor.numerics.reference import decode, decode_local, encode
 from tests.helpers import oracle
@@ -34,7 +36,7 @@ NEW = [
 ]
 each_format = pytest.mark.parametrize("format", NEW, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-SCALINGS = list(mx.ScaleCalculationMode)
+SCALINGS = list(ScaleCalculationMode)
 
 
 def values(dtype, rows=33, cols=192):
@@ -50,10 +52,10 @@ def test_the_definition_and_the_cpu_casts_agree_with_exact_arithmetic(format, dt
     for scaling in SCALINGS:
         x, cast = values(dtype), mx.Cast.of(format, scaling.value)
         wanted = oracle.check(encode(x, cast), x, scaling.value)
-        for kernel in (cpu.QUANTIZE, sliced.QUANTIZE):
+        for kernel in (cpu_casts.QUANTIZE, definition.QUANTIZE_SLICES):
             assert_same_operand(kernel.run(x, cast), encode(x, cast))
-        for kernel in (cpu.DEQUANTIZE, sliced.DEQUANTIZE):
-            if kernel is cpu.DEQUANTIZE or x.shape[0] % format.block[0] == 0:
+        for kernel in (cpu_casts.DEQUANTIZE, definition.DEQUANTIZE_SLICES):
+            if kernel is cpu_casts.DEQUANTIZE or x.shape[0] % format.block[0] == 0:
                 assert oracle.same_floats(kernel.run(encode(x, cast), torch.float32).numpy(), wanted)
 
 
@@ -74,7 +76,7 @@ def test_the_triton_casts_agree_with_the_definition(format, dtype):
         rounded, _ = triton_rows.fake_quantize(x, cast, torch.bfloat16)
         assert_same_values(rounded, decode_local(operand).to(torch.bfloat16))
         if not format.rows_are_blocked:
-            rowwise, columnwise = triton_rows.quantize_both(x, cast)
+            rowwise, columnwise = triton_columns.quantize_both(x, cast)
             assert_same_operand(rowwise, operand)
             assert_same_operand(columnwise, encode(x.t(), cast))
 

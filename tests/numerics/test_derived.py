@@ -8,8 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtensor.numerics import derived
-from mxtensor.numerics.derived import cached_value, known_value
-from mxtensor.numerics.swizzle import swizzle
+from mxtensor.numerics.derived import cached_value, known_value, swizzle
 from tests.helpers.slow_swizzle import scales, slowly
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor import FORMATS, Format, Orientation, ScaleCalculationMode, get_format
-from mxtensor.numerics.formats import FULL
+from mxtensor import FORMATS, Format, Orientation, get_format
+from mxtensor.numerics.choices import ScaleCalculationMode
+from mxtensor.numerics.formats import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2, FULL
 
 MX_FORMATS = [f for f in FORMATS.values() if f.scale.name == "e8m0"]
 
@@ -111,13 +112,13 @@ def test_get_format_takes_rows_names_dtypes_and_blocks():
     assert get_format(torch.float8_e5m2) is FORMATS["mxfp8_e5m2"]
     assert get_format(torch.float4_e2m1fn_x2) is FORMATS["mxfp4_e2m1"]
     assert get_format(torch.int8) is FORMATS["mxint8"]
-    assert get_format(mx.DTYPE_FP6_E2M3) is FORMATS["mxfp6_e2m3"]
-    assert get_format(mx.DTYPE_FP6_E3M2) is FORMATS["mxfp6_e3m2"]
+    assert get_format(DTYPE_FP6_E2M3) is FORMATS["mxfp6_e2m3"]
+    assert get_format(DTYPE_FP6_E3M2) is FORMATS["mxfp6_e3m2"]
     assert get_format("mxfp8[32x32]") == row.with_block((32, 32))
     assert get_format("mxfp8_e4m3[1x32]") is row
 
 
-@pytest.mark.parametrize("name", ["mxfp9", "", "mxfp8[32]", torch.float32, None, 8])
+@pytest.mark.parametrize("name", ["mxfp9", "", "mxfp8[32]", torch.complex64, None, 8])
 def test_an_unknown_format_names_the_formats(name):
     with pytest.raises(ValueError) as error:
         get_format(name)
@@ -125,6 +126,12 @@ def test_an_unknown_format_names_the_formats(name):
     assert re.match(start, str(error.value))
     for known in [*FORMATS, "mxfp8", "mxfp4", "float8_row"]:
         assert known in str(error.value)
+
+
+@pytest.mark.parametrize("name", [torch.float32, torch.bfloat16, "half"])
+def test_a_dtype_in_high_precision_is_no_format(name):
+    with pytest.raises(ValueError, match=r"unknown format .*; it is not quantized: leave the layer out by filter_fn"):
+        get_format(name)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mxtensor.core.kernel import Spec
-from mxtensor.kernels.gemm.spec import Form
-from mxtensor.kernels.quantize import cpu, reference, triton_pair, triton_rows
-from mxtensor.kernels.quantize.select import fake_quantize, quantize_operand
+from mxtensor.kernels.operands import Form
+from mxtensor.kernels.quantize import cpu_casts, definition, triton_columns, triton_rows
+from mxtensor.kernels.quantize.choose_cast import fake_quantize, quantize_operand
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.choices import FourOverSix
 from mxtensor.numerics.reference import decode, encode, least_error
@@ -173,7 +173,7 @@ def test_every_way_of_a_cast_gives_the_bits_of_the_definition(format, shape):
     cast = Cast.of(format, four_over_six="mae")
     made, wanted = quantize_operand(x, cast), encode(x, cast)
     assert all(map(torch.equal, made.tensors, wanted.tensors)) and made.shape == wanted.shape
-    data, *_ = reference.encode_op(x, cast.format.name, "rceil", "nearest", 0.0, "mae")
+    data, *_ = definition.encode_op(x, cast.format.name, "rceil", "nearest", 0.0, "mae")
     assert torch.equal(data, wanted.data)
     rounded, scale = fake_quantize(x, cast, torch.float32)
     assert torch.equal(rounded * scale, decode(wanted, torch.float32))
@@ -184,12 +184,12 @@ def test_kernels_that_cannot_choose_refuse():
     spec = Spec("quantize", ((32, 32),), (), x.dtype, torch.device("cuda"))
     for cast in (Cast.of("nvfp4", four_over_six="mse"), Cast.of("nvfp4[row_scaled]")):
         assert cast.why_not_plain is not None
-        assert cpu._refuses_quantize(spec, x, cast) == cast.why_not_plain
+        assert cpu_casts._refuses_quantize(spec, x, cast) == cast.why_not_plain
         assert triton_rows.refuses_quantize(spec, x, cast) == cast.why_not_plain
-        assert triton_rows.refuses_both(spec, x, cast) == cast.why_not_plain
+        assert triton_columns.refuses_both(spec, x, cast) == cast.why_not_plain
         assert triton_rows.refuses_fake_quantize(spec, x, cast, x.dtype) == cast.why_not_plain
         forms = Form.VALUES, Form.VALUES
-        assert triton_pair.refuses_pair(spec, x, cast, *forms, x.dtype, None, None) == cast.why_not_plain
+        assert triton_columns.refuses_pair(spec, x, cast, *forms, x.dtype, None, None) == cast.why_not_plain
     assert Cast.of("nvfp4").why_not_plain is None
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm.spec import Form
-from mxtensor.kernels.quantize.select import dequantize_operand, fake_quantize, quantize_operand
-from mxtensor.kernels.quantize.select_pair import cast_pair
+from mxtensor.kernels.operands import Form
+from mxtensor.kernels.quantize.choose_cast import dequantize_operand, fake_quantize, quantize_operand
+from mxtensor.kernels.quantize.choose_pair import cast_pair
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FORMATS, get_format
 from mxtensor.numerics.operand import Operand

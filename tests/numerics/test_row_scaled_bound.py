@@ -5,8 +5,7 @@ import torch
 
 import mxtensor as mx
 from mxtensor.numerics.reference import encode
-from mxtensor.numerics.row_scaled import row_scaled
-from mxtensor.numerics.row_scaled_bound import HOPPER_SUMS, exact_product, product_bound
+from mxtensor.numerics.row_scaled import HOPPER_SUMS, exact_product, product_bound, row_scaled
 
 BF16 = torch.bfloat16
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxtensor.numerics.swizzle import swizzle, swizzle_groups, swizzled_shape, unswizzle
+from mxtensor.numerics.derived import swizzle, swizzle_groups, swizzled_shape, unswizzle
 from tests.helpers.slow_swizzle import scales, slowly, slowly_back
 
 SHAPES = [(1, 1), (128, 4), (128, 8), (256, 4), (3, 5), (127, 3), (129, 4), (130, 9), (300, 31)]

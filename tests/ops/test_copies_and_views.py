@@ -11,7 +11,9 @@ COPIES = {
     "contiguous": lambda t: t.contiguous(),
     "clone": lambda t: t.clone(memory_format=torch.contiguous_format),
     "clone of a clone": lambda t: t.clone().contiguous(),
-    "of another dtype": lambda t: t.to(torch.bfloat16, memory_format=torch.contiguous_format),
+    "of another dtype": lambda t: torch.ops.aten._to_copy(
+        t, dtype=torch.bfloat16, memory_format=torch.contiguous_format
+    ),
     "empty_like": lambda t: torch.empty_like(t, device="cpu", memory_format=torch.contiguous_format).copy_(t),
 }
 

@@ -79,6 +79,7 @@ TORCHS_OWN = {name for name in CASES if name.startswith(("einsum", "conv"))} | {
     "0-d matmul",
     "matmul batch",
     "linear 0-d",
+    "linear 3-d weight",
 }
 """Calls that torch itself refuses, before a rule of the package sees them or on dequantized values."""
 

@@ -1,4 +1,4 @@
-"""``F.linear`` without gradients by the recorded program of an earlier call, for kernels without ``Kernel.launch_for``.
+"""``F.linear`` without gradients by the recorded program of an earlier call.
 
 Casts are Triton's, launched by addresses as on a device and interpreted (``helpers/compiled_triton.py``).
 """
@@ -11,10 +11,9 @@ import torch.nn.functional as F
 
 import mxtensor as mx
 from mxtensor.core import recording
-from mxtensor.core.plan import PLANS
+from mxtensor.core.repeated import KINDS
 from mxtensor.kernels.gemm import select
 from mxtensor.ops import functional
-from mxtensor.ops.repeated import Repeated
 from tests.helpers import compiled_triton
 from tests.helpers.compare import relative_error
 
@@ -25,11 +24,9 @@ CASES = [("float8_e4m3_tensor", True), ("float8_e4m3_row", False), ("mxfp8", Tru
 
 @pytest.fixture
 def launches(monkeypatch):
-    PLANS.clear()
-    monkeypatch.setattr(select, "has_launches", lambda device: True)
-    monkeypatch.setattr(functional, "DEVICES", {"cpu"})
+    KINDS.clear()
     yield compiled_triton.install(monkeypatch)
-    PLANS.clear()
+    KINDS.clear()
 
 
 def layer(config, bias=True):
@@ -43,7 +40,7 @@ def general(linear, x):
 
 
 def kinds():
-    return {id(p.launch): p.launch for p in PLANS._plans.values() if isinstance(p.launch, Repeated)}.values()
+    return KINDS.values()
 
 
 @pytest.mark.exhaustive(quick=3)
@@ -127,7 +124,7 @@ def test_an_error_of_a_program_comes_from_the_general_way(launches, monkeypatch)
 
 @pytest.mark.exhaustive
 def test_nothing_is_recorded_for_another_device(launches, monkeypatch):
-    monkeypatch.setattr(functional, "DEVICES", {"cuda"})
+    monkeypatch.setattr(functional, "REPEATED", {"cuda"})
     linear, x = layer("mxfp8"), torch.randn(2, 64).bfloat16()
     with torch.no_grad():
         assert all(torch.equal(linear(x), F.linear(x, linear.weight, linear.bias)) for _ in range(3))

@@ -39,7 +39,8 @@ def same(a, b):
     for mine, other in ((a._rowwise, b._rowwise), (a._columnwise, b._columnwise)):
         assert (mine is None) == (other is None)
         for x, y in zip(() if mine is None else mine.tensors, () if other is None else other.tensors, strict=True):
-            assert x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
+            assert x.data_ptr() == y.data_ptr() and x.shape == y.shape
+            assert all(n == 1 or i == j for n, i, j in zip(x.shape, x.stride(), y.stride(), strict=True))
     return True
 
 

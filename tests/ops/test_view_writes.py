@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.tensor.dequantized_view import DequantizedView
 from tests.helpers.compare import same_bytes
 
@@ -252,7 +253,7 @@ def test_a_compiled_write_is_the_eager_one(function, format, orientation):
 @pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda w: w.view(w.shape), lambda w: w.t().t()])
 def test_a_write_to_all_values_reaches_the_copy_after_the_hadamard_transform(alias):
     """``detach`` has this copy, and a view has not."""
-    w = mx.NVFP4Quantizer(with_rht=True)(torch.randn(64, 96).bfloat16())
+    w = te.NVFP4Quantizer(with_rht=True)(torch.randn(64, 96).bfloat16())
     twin = w.clone()
     part = alias(w)
     part.copy_(part * 1.5)

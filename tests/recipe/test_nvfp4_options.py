@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.choices import FourOverSix
 from mxtensor.numerics.formats import get_format
 from mxtensor.recipe import CustomRecipe, NVFP4BlockScaling
-from mxtensor.recipe.linear_recipe import LinearRecipe
-from mxtensor.recipe.rows import recipe_from_row, recipe_to_row
+from mxtensor.recipe.linear_recipe import LinearRecipe, recipe_from_row, recipe_to_row
 
 SCOPES = ("none", "weights", "activations", "all")
 
@@ -88,31 +88,31 @@ def test_a_stored_recipe_keeps_the_choice(four):
 
 
 def test_a_module_shows_the_quantizers_of_its_recipe():
-    layer = mx.nn.Linear(64, 48, device="cpu")
+    layer = te.Linear(64, 48, device="cpu")
     with mx.autocast(recipe=NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True, nvfp4_4over6="weights")):
         layer(torch.randn(4, 64))
     made, weight = layer.quantizers["scaling_fwd"]
-    assert isinstance(made, mx.NVFP4Quantizer) and made.cast == Cast.of("nvfp4[row_scaled]")
+    assert isinstance(made, te.NVFP4Quantizer) and made.cast == Cast.of("nvfp4[row_scaled]")
     assert weight.cast == Cast.of("nvfp4[16x16]", four_over_six="mae")
 
 
 def test_quantizers_take_the_options_of_transformer_engine():
-    four = mx.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, nvfp4_4over6_err_mode="mse")
+    four = te.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, nvfp4_4over6_err_mode="mse")
     assert four.cast == Cast.of("nvfp4", four_over_six="mse")
-    assert mx.NVFP4Quantizer(nvfp4_use_4over6=True).cast.four_over_six is FourOverSix.MAE_448
-    assert mx.NVFP4Quantizer(nvfp4_e4m3_max=256).cast == Cast.of("nvfp4")
-    tiles = mx.NVFP4Quantizer(nvfp4_use_4over6=True, with_2d_quantization=True)
+    assert te.NVFP4Quantizer(nvfp4_use_4over6=True).cast.four_over_six is FourOverSix.MAE_448
+    assert te.NVFP4Quantizer(nvfp4_e4m3_max=256).cast == Cast.of("nvfp4")
+    tiles = te.NVFP4Quantizer(nvfp4_use_4over6=True, with_2d_quantization=True)
     x = torch.randn(32, 48)
-    assert not torch.equal(four(x).rowwise.scale, mx.NVFP4Quantizer()(x).rowwise.scale)
+    assert not torch.equal(four(x).rowwise.scale, te.NVFP4Quantizer()(x).rowwise.scale)
     assert tiles(x).rowwise.scale.shape == (2, 3) and "four_over_six='mae_448'" in repr(tiles)
-    assert "row_scaled_nvfp4=True" in repr(mx.NVFP4Quantizer(row_scaled_nvfp4=True))
+    assert "row_scaled_nvfp4=True" in repr(te.NVFP4Quantizer(row_scaled_nvfp4=True))
 
 
 def test_a_factory_of_row_scaled_quantizers_makes_a_recipe():
     def factory(slot):
         if slot.tensor_type == "input":
-            return mx.NVFP4Quantizer(row_scaled_nvfp4=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)
-        return mx.NVFP4Quantizer(with_2d_quantization=slot.tensor_type == "weight")
+            return te.NVFP4Quantizer(row_scaled_nvfp4=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)
+        return te.NVFP4Quantizer(with_2d_quantization=slot.tensor_type == "weight")
 
     made = CustomRecipe(qfactory=factory).linear_recipe()
     assert made.input.rowwise == Cast.of("nvfp4[row_scaled]", four_over_six="mae")
@@ -130,12 +130,12 @@ def test_wrong_quantizers_are_refused():
     ):  # fmt: skip
         first, second = options
         with pytest.raises(ValueError, match=f"{first} and {second} do not go together"):
-            mx.NVFP4Quantizer(**options)
+            te.NVFP4Quantizer(**options)
     with pytest.raises(ValueError, match="nvfp4_e4m3_max is 300; choose 448 or 256"):
-        mx.NVFP4Quantizer(nvfp4_e4m3_max=300)
+        te.NVFP4Quantizer(nvfp4_e4m3_max=300)
     with pytest.raises(ValueError, match="nvfp4_4over6_err_mode is 'RMS'; choose MAE or MSE"):
-        mx.NVFP4Quantizer(nvfp4_4over6_err_mode="RMS")
-    rows = mx.NVFP4Quantizer(row_scaled_nvfp4=True)
+        te.NVFP4Quantizer(nvfp4_4over6_err_mode="RMS")
+    rows = te.NVFP4Quantizer(row_scaled_nvfp4=True)
     for call, given in ((rows, x), (rows.make_empty, (32, 48))):
         with pytest.raises(NotImplementedError, match="a tensor has one global scale"):
             call(given)

@@ -15,6 +15,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.numerics.cast import Cast
+from mxtensor.numerics.choices import ScaleCalculationMode
 from mxtensor.recipe import (
     RECIPES,
     CustomRecipe,
@@ -362,7 +363,7 @@ EDITS = [
     (MXFP8BlockScaling(), "fp8_format", Format.E5M2),
     (MXFP8BlockScaling(), "input_scaling", "floor"),
     (MXFP8BlockScaling(), "weight_scaling", "even"),
-    (MXFP8BlockScaling(), "grad_scaling", mx.ScaleCalculationMode.CEIL),
+    (MXFP8BlockScaling(), "grad_scaling", ScaleCalculationMode.CEIL),
     (MXFP8BlockScaling(), "two_dimensional_weights", True),
     (MXFP8BlockScaling(), "high_precision_wgrad", True),
     (MXFP8BlockScaling(), "high_precision_backward", True),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.numerics import reference
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FORMATS
@@ -21,11 +22,9 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from mxtensor.report.cast_stats import CastStats, largest_values, measured, sums_of
 from mxtensor.report.model_report import sqnr_db
-from mxtensor.report.monitor import Monitor
-from mxtensor.report.monitor_plot import grid_of
-from mxtensor.training import observe
+from mxtensor.report.monitor import CastStats, Monitor, grid_of, largest_values, measured, sums_of
+from mxtensor.training import linear as observe
 from tests.helpers.no_sync import no_host_sync
 
 FLOOR = MXFP8BlockScaling(input_scaling="floor", weight_scaling="floor", grad_scaling="floor")
@@ -164,15 +163,15 @@ def test_autocast_and_modules_of_transformer_engine():
     assert {(row.fqn, row.format) for row in monitor.rows() if row.operand == "grad"} == {
         ("0.weight", "nvfp4"), ("2.weight", "nvfp4")
     }  # fmt: skip
-    theirs = nn.Sequential(mx.nn.Linear(64, 96), mx.nn.LayerNormLinear(96, 32))
+    theirs = nn.Sequential(te.Linear(64, 96), te.LayerNormLinear(96, 32))
     with mx.monitor(theirs) as monitor:
         train(theirs, context=lambda: mx.autocast(recipe=MXFP8BlockScaling()))
     assert [(row.operand, row.side) for row in monitor.rows() if row.fqn == "1.weight"] == SIX
 
 
 def test_a_quantized_weight_has_no_rows_of_its_own():
-    with mx.quantized_model_init(recipe=MXFP8BlockScaling()):
-        net = nn.Sequential(mx.nn.Linear(64, 96))
+    with te.quantized_model_init(recipe=MXFP8BlockScaling()):
+        net = nn.Sequential(te.Linear(64, 96))
     with mx.monitor(net) as monitor:
         train(net, context=lambda: mx.autocast(recipe=MXFP8BlockScaling()))
     assert [(row.operand, row.side) for row in monitor.rows()] == SIX[:2] + SIX[4:]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.recipe import MXFP8BlockScaling
 from mxtensor.report.model_report import sqnr_db
 
@@ -19,7 +20,7 @@ def measured(module, *args, **kwargs):
 
 
 def test_a_weight_of_several_parameters_has_their_names():
-    layer = mx.nn.TransformerLayer(64, 96, 4, layer_type="decoder")
+    layer = te.TransformerLayer(64, 96, 4, layer_type="decoder")
     x = torch.randn(8, 2, 64)
     rows = measured(layer, x, encoder_output=x)
     assert list(dict.fromkeys(row.fqn for row in rows)) == [
@@ -31,7 +32,7 @@ def test_a_weight_of_several_parameters_has_their_names():
 
 
 def test_its_figures_are_those_of_the_whole_weight():
-    layer = mx.nn.Linear(64, 96, parameters_split={"a": 16, "b": 80})
+    layer = te.Linear(64, 96, parameters_split={"a": 16, "b": 80})
     whole = torch.cat([layer.a_weight, layer.b_weight]).detach()
     found = {(row.operand, row.side): row for row in measured(layer, torch.randn(32, 64))}
     assert {row.fqn for row in found.values()} == {"a_weight+b_weight"}
@@ -41,7 +42,7 @@ def test_its_figures_are_those_of_the_whole_weight():
 
 
 def test_a_split_weight_of_another_model_is_not_measured():
-    other = mx.nn.Linear(64, 96, parameters_split=("a", "b"))
-    with mx.monitor(mx.nn.Linear(64, 96)) as monitor, mx.autocast(recipe=MXFP8):
+    other = te.Linear(64, 96, parameters_split=("a", "b"))
+    with mx.monitor(te.Linear(64, 96)) as monitor, mx.autocast(recipe=MXFP8):
         other(torch.randn(32, 64)).sum().backward()
     assert monitor.rows() == []

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.report.model_report import LayerError, sqnr_db
-from mxtensor.report.output_errors import OutputError, output_errors
+from mxtensor.report.model_report import LayerError, OutputError, output_errors, sqnr_db
 from mxtensor.report.page import Measured, page, series, summary
 
 

@@ -6,7 +6,7 @@ import torch
 import mxtensor as mx
 from mxtensor.kernels.small_m.config import registers
 from mxtensor.kernels.small_m.heuristics import gpu_of
-from mxtensor.report.tile_widths import even_tiles, pays_off, widths
+from mxtensor.report.costs import even_tiles, pays_off, widths
 
 GPU = gpu_of(torch.device("cpu"))
 

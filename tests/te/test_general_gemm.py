@@ -8,8 +8,8 @@ import torch
 import mxtensor as mx
 from mxtensor.recipe import NVFP4BlockScaling
 from mxtensor.te.general_gemm import general_gemm, get_workspace
-from mxtensor.te.quantizer_base import DType
 from mxtensor.te.quantizers import (
+    DType,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,

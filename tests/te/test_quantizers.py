@@ -8,22 +8,24 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor import recipe as R
-from mxtensor.kernels.gemm.spec import Form
+from mxtensor.kernels.operands import Form
+from mxtensor.kernels.quantize.choose_pair import cast_pair
 from mxtensor.kernels.quantize.hadamard import rotated
-from mxtensor.kernels.quantize.select_pair import cast_pair
 from mxtensor.numerics.cast import Cast
 from mxtensor.recipe.block_scaling import RANDOM_SIGNS
 from mxtensor.recipe.linear_recipe import TensorCasts
-from mxtensor.te.quantizer_base import DType, Quantizer
 from mxtensor.te.quantizers import (
     QUANTIZER_OF,
+    DType,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     MXFP8Quantizer,
     MXQuantizer,
     NVFP4Quantizer,
+    Quantizer,
     quantizers_of,
 )
 from mxtensor.training.delayed_scaling import DelayedState
@@ -378,7 +380,7 @@ def test_the_rotation_without_random_signs():
     assert torch.equal(w._columnwise_data, expected._rowwise_data)
     assert torch.equal(w._columnwise_scale_inv, expected._rowwise_scale_inv)
     assert w._rotated.signs == 0 and "signs=0" in repr(quantizer)
-    y = mx.general_gemm(w, quantizer(x), layout="NT")[0]
+    y = te.general_gemm(w, quantizer(x), layout="NT")[0]
     assert (y - x.t() @ x).norm() < 0.3 * (x.t() @ x).norm()
 
 

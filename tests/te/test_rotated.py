@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.tensor.rotated import RotatedTensor
 
-ALONE, BESIDE = mx.NVFP4Quantizer(with_rht=True, rowwise=False), mx.NVFP4Quantizer(with_rht=True)
+ALONE, BESIDE = te.NVFP4Quantizer(with_rht=True, rowwise=False), te.NVFP4Quantizer(with_rht=True)
 QUANTIZERS = {"alone": ALONE, "beside": BESIDE}
 SHAPES = [(64, 48), (37, 20), (2, 20, 40), (0, 32), (32, 0)]
 
@@ -44,7 +45,7 @@ OPTIONS = ({}, {"signs": 0b1010}, {"with_random_sign_mask": False}, {"stochastic
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_other_settings_and_usages(options):
-    x, quantizer = torch.randn(64, 48), mx.NVFP4Quantizer(with_rht=True, **options)
+    x, quantizer = torch.randn(64, 48), te.NVFP4Quantizer(with_rht=True, **options)
     torch.manual_seed(3)
     expected = ALONE.copy()
     expected.cast, expected.signs = quantizer.cast, quantizer.signs
@@ -58,14 +59,14 @@ def test_other_settings_and_usages(options):
 
 def test_products_of_two_rotated_copies():
     x, g = torch.randn(64, 48), torch.randn(64, 32)
-    y = mx.general_gemm(ALONE(x), ALONE(g), layout="NT")[0]
-    assert torch.equal(y, mx.general_gemm(BESIDE(x), BESIDE(g), layout="NT")[0])
-    assert torch.equal(y, mx.general_gemm(BESIDE(x), ALONE(g), layout="NT")[0])
+    y = te.general_gemm(ALONE(x), ALONE(g), layout="NT")[0]
+    assert torch.equal(y, te.general_gemm(BESIDE(x), BESIDE(g), layout="NT")[0])
+    assert torch.equal(y, te.general_gemm(BESIDE(x), ALONE(g), layout="NT")[0])
     assert error(y, g.t() @ x) < 0.25
     with pytest.raises(ValueError, match="needs a rowwise copy"):
-        mx.general_gemm(ALONE(x), torch.randn(3, 48), layout="TN")
+        te.general_gemm(ALONE(x), torch.randn(3, 48), layout="TN")
     with pytest.raises(ValueError, match="rotated differently"):
-        mx.general_gemm(ALONE(x), mx.NVFP4Quantizer()(g), layout="NT")
+        te.general_gemm(ALONE(x), te.NVFP4Quantizer()(g), layout="NT")
 
 
 READS = (
@@ -125,7 +126,7 @@ def test_make_empty_then_update(shape):
     ALONE.quantize(x + 1, out=w)
     assert same(w, ALONE(x + 1))
     with pytest.raises(ValueError, match="rotated differently"):
-        mx.NVFP4Quantizer(with_rht=True, signs=5, rowwise=False).update_quantized(x, w)
+        te.NVFP4Quantizer(with_rht=True, signs=5, rowwise=False).update_quantized(x, w)
 
 
 def saved(w):
@@ -161,7 +162,8 @@ def test_a_file_with_a_wrong_rotated_copy_is_refused():
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_torch_ops_that_keep_all_of_it(kind):
     w = QUANTIZERS[kind](torch.randn(64, 48))
-    for out in (w.detach(), w.clone(), w.to(torch.float16), torch.nn.Parameter(w), copy.copy(w), w.data, w.cpu()):
+    narrow = w.with_dtype(torch.float16)
+    for out in (w.detach(), w.clone(), narrow, torch.nn.Parameter(w), copy.copy(w), w.data, w.cpu()):
         assert type(out) is type(w) and same(out, w)
     with torch.inference_mode():
         assert same(w.detach(), w)
@@ -213,10 +215,10 @@ def test_compiled(kind, backend):
     assert type(w) is type(q(x)) and same(w, q(x))
     read = compiled(lambda x: (q(x)._columnwise_data, q(x)._columnwise_scale_inv, q(x)._rotated.signs * x))(x)
     assert torch.equal(read[0], w._columnwise_data) and torch.equal(read[1], w._columnwise_scale_inv)
-    product = compiled(lambda a, b: mx.general_gemm(a, b, layout="NT")[0])
-    torch.testing.assert_close(product(w, q(g)), mx.general_gemm(w, q(g), layout="NT")[0])
-    product = compiled(lambda x, g: mx.general_gemm(q(x), q(g), layout="NT")[0])
-    torch.testing.assert_close(product(x, g), mx.general_gemm(q(x), q(g), layout="NT")[0])
+    product = compiled(lambda a, b: te.general_gemm(a, b, layout="NT")[0])
+    torch.testing.assert_close(product(w, q(g)), te.general_gemm(w, q(g), layout="NT")[0])
+    product = compiled(lambda x, g: te.general_gemm(q(x), q(g), layout="NT")[0])
+    torch.testing.assert_close(product(x, g), te.general_gemm(q(x), q(g), layout="NT")[0])
     torch.testing.assert_close(compiled(lambda w: w.dequantize() + 1)(w), w.dequantize() + 1)
     out = q.make_empty((64, 48))
     compiled(lambda x: q.update_quantized(x, out) + 0)(x)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.tensor.attributes import INTERNAL, user_attributes
 from mxtensor.training.training_weight import TrainingWeight
 
@@ -26,8 +27,8 @@ def by_hand():
 
 
 def created():
-    with mx.quantized_model_init():
-        return mx.nn.Linear(64, 32)
+    with te.quantized_model_init():
+        return te.Linear(64, 32)
 
 
 LAYERS = {

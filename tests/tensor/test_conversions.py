@@ -17,6 +17,10 @@ METHODS = {
 }  # fmt: skip
 
 
+KEEP = ("_to_copy", "with_dtype")
+"""Ways that keep codes and scales."""
+
+
 def conversions(w, dtype):
     """Name -> ``w`` in ``dtype``, every way that torch has."""
 
@@ -33,6 +37,7 @@ def conversions(w, dtype):
         "type": w.type(dtype),
         "type_as": w.type_as(torch.empty(1, dtype=dtype)),
         "_to_copy": torch.ops.aten._to_copy(w, dtype=dtype, device="cpu"),
+        "with_dtype": w.with_dtype(dtype),
         "dequantize": w.dequantize(dtype),
         "to_dtype": w.to_dtype(dtype),
         "copy_": filled(lambda out: out.copy_(w)),
@@ -55,17 +60,16 @@ def test_every_conversion_rounds_once_from_float32(format, outer, dtype):
         )
         expected = exact.to(dtype)
         for name, got in conversions(w, dtype).items():
-            assert got.dtype is dtype and isinstance(got, mx.MXTensor) == (dtype in FLOATS and "copy_" not in name
-                and name not in ("dequantize", "to_dtype", "item assignment")), name  # fmt: skip
+            assert got.dtype is dtype and isinstance(got, mx.MXTensor) == (dtype in FLOATS and name in KEEP), name
             got = got.dequantize() if isinstance(got, mx.MXTensor) else got
             assert torch.equal(got.to(torch.complex128), expected.to(torch.complex128)), name
 
 
 def test_a_wider_dtype_is_not_limited_by_the_one_before():
     w = mx.quantize(torch.randn(8, 64, dtype=torch.bfloat16), "nvfp4")
-    assert not torch.equal(w.float().dequantize(), w.dequantize().float())
-    assert torch.equal(w.float().bfloat16().dequantize(), w.dequantize())
-    assert torch.equal(w.half().float().dequantize(), w.dequantize(torch.float32))
+    assert not torch.equal(w.float(), w.dequantize().float()) and not torch.equal(w.double(), w.dequantize().double())
+    assert torch.equal(w.double(), w.dequantize(torch.float32).double()) and torch.equal(w.bfloat16(), w.dequantize())
+    assert torch.equal(w.with_dtype(torch.float16).float(), w.dequantize(torch.float32))
 
 
 # ---------------------------------------------------------------------------------------------- lazy minus signs

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.quantize.select import dequantize_operand
+from mxtensor.kernels.quantize.choose_cast import dequantize_operand
 from mxtensor.tensor.pickles import rebuild
 from mxtensor.training.training_weight import TrainingWeight, _rebuild
 from tests.helpers.compare import same_bytes

@@ -5,6 +5,8 @@ import torch
 from expecttest import assert_expected_inline
 
 import mxtensor as mx
+from mxtensor.numerics.choices import ScaleCalculationMode
+from mxtensor.numerics.formats import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
 from tests.helpers.compare import same_bytes
 
 FORMATS = list(mx.FORMATS)
@@ -219,13 +221,13 @@ def test_an_operand_is_codes_and_scales_in_documented_dtypes(format, data, scale
         (torch.float8_e5m2, "mxfp8_e5m2"),
         (torch.float4_e2m1fn_x2, "mxfp4_e2m1"),
         (torch.int8, "mxint8"),
-        (mx.DTYPE_FP6_E2M3, "mxfp6_e2m3"),
-        (mx.DTYPE_FP6_E3M2, "mxfp6_e3m2"),
+        (DTYPE_FP6_E2M3, "mxfp6_e2m3"),
+        (DTYPE_FP6_E3M2, "mxfp6_e3m2"),
     ],
 )
 def test_to_mx_and_to_dtype_are_torchaos_names(elem_dtype, format):
     x = torch.randn(8, 64, dtype=torch.bfloat16)
-    w = mx.MXTensor.to_mx(x, elem_dtype, 32, mx.ScaleCalculationMode.FLOOR)
+    w = mx.MXTensor.to_mx(x, elem_dtype, 32, ScaleCalculationMode.FLOOR)
     assert w.format is mx.FORMATS[format] and same_bytes(w, mx.quantize(x, elem_dtype, scaling="floor"))
     assert w.to_dtype(torch.float32).dtype is torch.float32
     assert torch.equal(w.to_dtype(torch.bfloat16), w.dequantize())

@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -808,7 +809,7 @@ def test_compiled_by_inductor():
     check_step(out, x, layer.weight, layer.bias, g, MXFP8.linear_recipe())
 
 
-@pytest.mark.parametrize("block", [mx.autocast, mx.quantized_model_init])
+@pytest.mark.parametrize("block", [mx.autocast, te.quantized_model_init])
 def test_a_name_passed_as_enabled_is_a_type_error(block):
     with pytest.raises(TypeError, match="enabled is 'nvfp4'"):
         block("nvfp4")

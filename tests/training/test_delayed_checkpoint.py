@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.training.histories import STATE, delayed_states
-from mxtensor.training.packed_states import MAGIC, packed, unpacked
+import mxtensor.te as te
+from mxtensor.training.delayed_scaling import STATE, delayed_states
+from mxtensor.training.state_dict import MAGIC, packed, unpacked
 
 RECIPE = mx.recipe.DelayedScaling(amax_history_len=4)
 
@@ -346,7 +347,7 @@ def test_a_model_that_is_not_tracked_has_plain_state_dicts():
 def test_modules_of_mxtensor_nn_have_their_histories_without_a_call():
     def made(seed):
         torch.manual_seed(seed)
-        return mx.track_delayed_scaling(nn.Sequential(mx.nn.Linear(64, 64), mx.nn.LayerNormMLP(64, 128)))
+        return mx.track_delayed_scaling(nn.Sequential(te.Linear(64, 64), te.LayerNormMLP(64, 128)))
 
     def steps(model, numbers):
         losses = []
@@ -368,8 +369,8 @@ def test_modules_of_mxtensor_nn_have_their_histories_without_a_call():
 def test_a_model_of_quantized_model_init_has_them_too():
     def made():
         torch.manual_seed(0)
-        with mx.quantized_model_init(recipe=RECIPE):
-            return mx.nn.Linear(64, 64)
+        with te.quantized_model_init(recipe=RECIPE):
+            return te.Linear(64, 64)
 
     def steps(model, numbers):
         results = []

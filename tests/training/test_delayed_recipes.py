@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.recipe import DelayedScaling, Format
 from mxtensor.training.interception import STATE
 from tests.helpers.compare import relative_error
@@ -20,7 +21,7 @@ OTHERS = {
     "format": {"fp8_format": Format.E4M3},
     "newest": {"amax_compute_algo": "most_recent"},
 }
-LAYERS = {"plain": nn.Linear, "nn": mx.nn.Linear}
+LAYERS = {"plain": nn.Linear, "nn": te.Linear}
 SIZE = 1e-4
 """Far below the smallest code for the scale 1."""
 
@@ -89,8 +90,8 @@ def test_a_split_weight_takes_the_state_of_another_number_of_products(quantized)
     """Plain parameters are one product, quantized ones are three."""
 
     def make(enabled):
-        with mx.quantized_model_init(enabled=enabled, recipe=RECIPE):
-            return mx.nn.Linear(64, 96, bias=False, parameters_split=("query", "key", "value"))
+        with te.quantized_model_init(enabled=enabled, recipe=RECIPE):
+            return te.Linear(64, 96, bias=False, parameters_split=("query", "key", "value"))
 
     layer, other, x = make(quantized), make(not quantized), SIZE * torch.randn(20, 64)
     for _ in range(2):

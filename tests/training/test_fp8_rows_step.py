@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.core.kernel import Kernel
-from mxtensor.core.plan import PLANS
+from mxtensor.core.kernel import Kernel, forget_decisions
 from mxtensor.kernels.gemm import fp8_rows, select
 from mxtensor.recipe import MXFP8BlockScaling
 from tests.helpers.stand_in import BF16, pretend, stand_in
@@ -44,13 +43,13 @@ def test_the_three_products_take_it_and_make_each_operand_once(pretend, stand_in
     expected = step()
     assert not made
     ours = Kernel("fp8_rows", lambda spec, a, b, args: None, fp8_rows.run)
-    PLANS.clear()
+    forget_decisions()
     monkeypatch.setattr(select, "GEMM", (ours,))
     try:
         with mx.explain() as log:
             got = step()
     finally:
-        PLANS.clear()
+        forget_decisions()
     ran = {entry.spec.op: entry.kernel for entry in log.entries if entry.spec.op in ("fprop", "dgrad", "wgrad")}
     assert ran == dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8_rows")
     assert len(stand_in.calls) == 3 and len(made) == 6

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.core.plan import PLANS
+import mxtensor.te as te
+from mxtensor.core.repeated import KINDS
 from mxtensor.recipe import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from mxtensor.training.repeated import RepeatedLayer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
 
@@ -44,19 +44,18 @@ def test_steps_in_a_block_have_the_bits_of_those_outside(make, rows):
 
 
 def test_layers_with_the_casts_of_a_block_are_programs():
-    PLANS.clear()
+    KINDS.clear()
     layer = nn.Linear(512, 768, device="cuda", dtype=torch.bfloat16)
     mx.quantize_(layer, MXFP8BlockScaling())
     with mx.accumulate():
         for _ in range(4):
             layer(batch(512).requires_grad_()).float().square().mean().backward()
-    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, RepeatedLayer)]
-    assert len(layers) == 1 and layers[0].forward is not None and any(layers[0].backward.values())
+    assert [kind.program is not None for kind in KINDS.values()] == [True, True]
 
 
 @pytest.mark.parametrize("rows", [64, 512])
 def test_first_microbatches_of_modules_have_the_same_bits(rows):
-    alone, cached = (mx.nn.Linear(512, 768, bias=True, params_dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    alone, cached = (te.Linear(512, 768, bias=True, params_dtype=torch.bfloat16, device="cuda") for _ in range(2))
     cached.load_state_dict(alone.state_dict())
     for _ in range(2):
         with mx.autocast(recipe=MXFP8BlockScaling()):

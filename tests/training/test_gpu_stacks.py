@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
 from mxtensor.convert.training import training_parameter
-from mxtensor.core.plan import PLANS
+from mxtensor.core.repeated import KINDS
 from mxtensor.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -18,8 +18,7 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from mxtensor.training.histories import STATE
-from mxtensor.training.repeated import RepeatedLayer
+from mxtensor.training.delayed_scaling import STATE
 from tests.helpers.compare import relative_error
 from tests.helpers.no_sync import no_host_sync
 
@@ -80,14 +79,13 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_repeated_steps_are_programs_with_the_bits_of_the_general_way(name):
-    PLANS.clear()
+    KINDS.clear()
     x, w, g = tensors()
     net = Experts(RECIPES[name], w)
     for ends in map(ends_of, ENDS * 2):
         x, _, g = tensors()
         assert_same(step(net, x, g, ends), in_general(net, x, g, ends))
-    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, RepeatedLayer)]
-    assert any(layer.forward is not None and any(layer.backward.values()) for layer in layers)
+    assert sum(kind.program is not None for kind in KINDS.values()) >= 2
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -175,7 +173,7 @@ def history(net):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", DELAYED)
 def test_delayed_scaling_repeats_as_programs_with_the_bits_of_the_general_way(name, transposed):
-    PLANS.clear()
+    KINDS.clear()
     _, w, _ = tensors()
     alone, general = (Experts(DELAYED[name], w, transposed) for _ in range(2))
     for i, ends in enumerate(map(ends_of, ENDS * 2)):
@@ -183,8 +181,7 @@ def test_delayed_scaling_repeats_as_programs_with_the_bits_of_the_general_way(na
         x, g = 2.0**i * x, g / 2.0**i
         assert_same(step(alone, x, g, ends), in_general(general, x, g, ends))
         assert_same(history(alone), history(general))
-    layers = [plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, RepeatedLayer)]
-    assert any(layer.forward is not None and any(layer.backward.values()) for layer in layers)
+    assert sum(kind.program is not None for kind in KINDS.values()) >= 2
 
 
 @pytest.mark.parametrize("name", DELAYED)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from mxtensor import optim
-from mxtensor.convert.mxfp8 import MXFP8Config, MXFP8Linear
 from mxtensor.recipe import MXFP8BlockScaling
 from mxtensor.tensor.quantize import quantize
 from mxtensor.training.grad_scaler import MXFP8GradientScaler
+from mxtensor.training.mxfp8 import MXFP8Config, MXFP8Linear
 
 DTYPES = [torch.float32, torch.bfloat16]
 

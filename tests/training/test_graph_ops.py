@@ -94,17 +94,39 @@ def test_recipes_with_random_numbers_stay_casts_and_products(recipe):
 
 
 @pytest.mark.exhaustive
-def test_symbolic_shapes_and_a_forced_kernel_stay_casts_and_products():
+def test_a_forced_kernel_stays_casts_and_products():
     net = mx.quantize_(Net().bfloat16(), MXFP8BlockScaling())
     x, grad = torch.randn(16, 64).bfloat16().requires_grad_(), torch.randn(16, 32).bfloat16()
-    model, graphs = compiled(net, dynamic=True)
-    assert same(step(model, net, x, grad), step(net, net, x, grad))
-    assert not any("linear_" in name for name in ops_of(graphs))
-    torch._dynamo.reset()
     model, graphs = compiled(net)
     with mx.kernels("emulated"):
         step(model, net, x, grad)
     assert not any("linear_" in name for name in ops_of(graphs))
+
+
+@pytest.mark.exhaustive(quick=2)
+@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
+@pytest.mark.parametrize("needs_dx", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_one_graph_serves_every_number_of_rows_with_the_bits_of_eager_code(dtype, needs_dx, dynamic):
+    net = mx.quantize_(Net().to(dtype), MXFP8BlockScaling())
+    model, graphs = compiled(net, dynamic=dynamic)
+    with torch.autocast("cpu", BF16, enabled=dtype is not BF16):
+        for rows in (16, 48, 7, 300, 2, 33):
+            x, grad = torch.randn(rows, 64, dtype=dtype).requires_grad_(needs_dx), torch.randn(rows, 32).bfloat16()
+            assert same(step(model, net, x, grad), step(net, net, x, grad)), rows
+    assert len(graphs) == (2 if dynamic else 4)  # forward and backward, and those of the first size
+    assert ops_of(graphs)[-4:] == ["linear_of_rows.default"] * 2 + ["linear_of_rows_backward.default"] * 2
+
+
+def test_a_graph_for_any_rows_has_leading_dimensions_and_frozen_weights():
+    net = mx.quantize_(Net(), MXFP8BlockScaling())
+    net.up.weight.requires_grad_(False)
+    model, graphs = compiled(net, dynamic=True)
+    with torch.autocast("cpu", BF16), mx.explain() as log:
+        for batch, tokens in ((4, 16), (2, 5), (9, 3)):
+            x, grad = torch.randn(batch, tokens, 64, requires_grad=True), torch.randn(batch, tokens, 32).bfloat16()
+            assert same(step(model, net, x, grad), step(net, net, x, grad))
+    assert len(graphs) == 2 and "chosen when it runs" in log.table()
 
 
 def test_the_log_of_a_trace_has_the_decisions_of_eager_code():

@@ -17,8 +17,8 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from mxtensor.training.delayed_scaling import Scales
 from mxtensor.training.linear import Options, linear
-from mxtensor.training.operands import Scales
 from tests.helpers.compare import relative_error
 from tests.helpers.nvfp4_options import NVFP4_OPTIONS
 from tests.helpers.training_reference import check_step

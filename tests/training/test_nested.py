@@ -29,7 +29,9 @@ def model(way):
     made = Block()
     if way == "autocast":
         return made
-    return mx.quantize_(made, mx.recipe.MXFP8BlockScaling() if way == "quantize_" else mx.QATConfig("mxfp8"))
+    if way == "quantize_":
+        return mx.quantize_(made, mx.recipe.MXFP8BlockScaling())
+    return mx.quantize_(made, "mxfp8", step="prepare")
 
 
 def step(model, x, way):

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.core.kernel import describe_operand
-from mxtensor.kernels.gemm.spec import FakeQuantized
+from mxtensor.kernels.operands import FakeQuantized
 from mxtensor.numerics.reference import decode, encode
 from mxtensor.recipe import NVFP4BlockScaling
-from mxtensor.training import passes
+from mxtensor.training import passes as training_products
 from tests.helpers.training_reference import check_step, products
 
 NEAREST = {"disable_rht": True, "disable_stochastic_rounding": True}
@@ -32,10 +33,7 @@ OPTIONS = {
 
 def layer_by(kind, recipe, dtype):
     """A layer and a function that runs it by the recipe, in each of the ways to say so."""
-    if kind == "mx.nn":
-        layer = mx.nn.Linear(64, 48, params_dtype=dtype, device="cpu")
-    else:
-        layer = nn.Linear(64, 48, dtype=dtype)
+    layer = te.Linear(64, 48, params_dtype=dtype, device="cpu") if kind == "te" else nn.Linear(64, 48, dtype=dtype)
     if kind == "quantize_":
         return mx.quantize_(layer, recipe), layer
 
@@ -53,7 +51,7 @@ def exact(side):
     return decode(side, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["autocast", "mx.nn", "quantize_"])
+@pytest.mark.parametrize("kind", ["autocast", "te", "quantize_"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_operands_of_a_step_are_those_of_the_definition(name, kind, monkeypatch):
     recipe, seen = NVFP4BlockScaling(**OPTIONS[name]), {}
@@ -62,8 +60,8 @@ def test_the_operands_of_a_step_are_those_of_the_definition(name, kind, monkeypa
         seen[op] = a, b
         return product(op, a, b, *rest)
 
-    product = passes.product
-    monkeypatch.setattr(passes, "product", spy)
+    product = training_products.product
+    monkeypatch.setattr(training_products, "product", spy)
     layer, run = layer_by(kind, recipe, torch.bfloat16)
     x = (torch.randn(40, 64) * torch.logspace(-2, 2, 40)[:, None]).bfloat16().requires_grad_()
     g = torch.randn(40, 48, dtype=torch.bfloat16)
@@ -144,8 +142,8 @@ def test_a_model_resumes_from_its_state_dict_and_a_pickle_of_the_recipe():
         return layer
 
     recipe = NVFP4BlockScaling(**OPTIONS["rows, all"])
-    layer = steps(mx.nn.Linear(64, 48, device="cpu"), recipe, 1)
-    other = mx.nn.Linear(64, 48, device="cpu")
+    layer = steps(te.Linear(64, 48, device="cpu"), recipe, 1)
+    other = te.Linear(64, 48, device="cpu")
     other.load_state_dict(pickle.loads(pickle.dumps(layer.state_dict())))
     unpickled = pickle.loads(pickle.dumps(recipe))
     assert unpickled.linear_recipe() == recipe.linear_recipe() and repr(unpickled) == repr(recipe)
@@ -155,8 +153,8 @@ def test_a_model_resumes_from_its_state_dict_and_a_pickle_of_the_recipe():
 
 def test_a_weight_that_is_stored_keeps_the_choice(tmp_path):
     recipe = NVFP4BlockScaling(**OPTIONS["weights"])
-    with mx.quantized_model_init(recipe=recipe):
-        layer = mx.nn.Linear(64, 48, params_dtype=torch.bfloat16, device="cpu")
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(64, 48, params_dtype=torch.bfloat16, device="cpu")
     values, cast = torch.randn(48, 64, dtype=torch.bfloat16), recipe.linear_recipe().weight.rowwise
     with torch.no_grad():
         layer.weight.copy_(values)

@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import lr_scheduler
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor import optim
-from mxtensor.training.model_init import quantized_model_init, weight_parameter
+from mxtensor.te.contexts import quantized_model_init, weight_parameter
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers.compare import components_of, same_bytes
 
@@ -545,8 +546,8 @@ def test_a_state_that_does_not_fit_changes_nothing():
 def test_torchao_optimizers_train_quantized_weights(masters):
     """Their compiled step writes ``p.detach()``."""
     optimizers = pytest.importorskip("torchao.optim")
-    with mx.quantized_model_init(recipe=mx.recipe.MXFP8BlockScaling(), preserve_high_precision_init_val=masters):
-        layer = mx.nn.Linear(128, 64)
+    with te.quantized_model_init(recipe=mx.recipe.MXFP8BlockScaling(), preserve_high_precision_init_val=masters):
+        layer = te.Linear(128, 64)
     x, target = torch.randn(32, 128), torch.randn(32, 64)
     make = mx.optim.MasterWeights if masters else lambda kind, *args, **options: kind(*args, **options)
     optimizer, losses = make(optimizers.AdamW8bit, layer.parameters(), lr=1e-2), []

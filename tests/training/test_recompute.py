@@ -228,7 +228,7 @@ def test_a_model_quantized_with_delayed_scaling_needs_no_block():
     code = """
 import torch, mxtensor as mx
 from torch.utils.checkpoint import checkpoint
-from mxtensor.training.histories import STATE
+from mxtensor.training.delayed_scaling import STATE
 from mxtensor.recipe import DelayedScaling
 layer = mx.quantize_(torch.nn.Sequential(torch.nn.Linear(64, 48)), DelayedScaling())
 for _ in range(2):

@@ -20,9 +20,10 @@ from torch.utils.checkpoint import (
 )
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor.recipe import DelayedScaling
 from mxtensor.training import recompute
-from mxtensor.training.histories import STATE, delayed_states
+from mxtensor.training.delayed_scaling import STATE, delayed_states
 
 WAYS = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
@@ -141,8 +142,8 @@ def test_weights_that_quantize_prepared(checkpointed):
 class Module(nn.Module):
     def __init__(self, **options):
         super().__init__()
-        self.mlp = mx.nn.LayerNormMLP(64, 96, **options)
-        self.out = mx.nn.Linear(64, 32, bias=False)
+        self.mlp = te.LayerNormMLP(64, 96, **options)
+        self.out = te.Linear(64, 32, bias=False)
 
     def forward(self, x):
         return self.out(self.mlp(x))
@@ -161,7 +162,7 @@ def test_a_layer_that_checkpoints_itself():
 def test_an_input_that_is_cast_again_in_the_backward_pass():
     """It has been recorded in the forward pass: what the backward pass of an older step casts does not change the next
     amax."""
-    layer = mx.nn.Linear(64, 32, save_original_input=True)
+    layer = te.Linear(64, 32, save_original_input=True)
     active, (x, g), (y, h) = recipe(amax_compute_algo="most_recent"), data(0, 2), data(0, 0)
     with mx.autocast(recipe=active):
         first, second = layer(x), layer(y)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.core import recording
-from mxtensor.core.plan import PLANS
+from mxtensor.core import recording, repeated
+from mxtensor.core.repeated import KINDS
 from mxtensor.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -26,7 +26,7 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from mxtensor.training import passes, repeated
+from mxtensor.training import linear as training_linear
 from mxtensor.training.linear import Options, linear
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers import compiled_triton
@@ -67,8 +67,8 @@ def passes_run(monkeypatch):
     """The names of the general passes that have run."""
     ran = []
     for name in ("forward", "backward"):
-        work = getattr(passes, name)
-        monkeypatch.setattr(passes, name, lambda *a, name=name, work=work: ran.append(name) or work(*a))
+        work = getattr(training_linear, name)
+        monkeypatch.setattr(training_linear, name, lambda *a, name=name, work=work: ran.append(name) or work(*a))
     return ran
 
 
@@ -320,7 +320,7 @@ def test_explain_and_kernels_see_repeated_layers(native, passes_run):
 def test_a_profiler_of_triton_is_told_of_each_launch(native, passes_run, monkeypatch):
     layer = repeated_layer()
     del passes_run[:]
-    monkeypatch.setattr(repeated, "is_watched", lambda: True)
+    monkeypatch.setattr(repeated, "WATCHERS", [lambda: True])
     layer(torch.randn(ROWS, IN).bfloat16())
     assert passes_run == ["forward"]
 
@@ -358,7 +358,7 @@ def test_a_pass_without_memory_for_a_recording_runs(native, monkeypatch):
 
     torch.manual_seed(0)
     expected = repeated_layer().weight.grad
-    PLANS.clear()
+    KINDS.clear()
     monkeypatch.setattr(recording, "record", record)
     torch.manual_seed(0)
     assert torch.equal(repeated_layer().weight.grad, expected) and asked
@@ -379,14 +379,13 @@ def test_programs_hold_neither_weights_nor_activations(native):
         assert [ref() for ref in gone] == [None] * len(gone)
     finally:
         gc.enable()
-    assert any(isinstance(plan.launch, repeated.RepeatedLayer) for plan in PLANS._plans.values())
+    assert [kind.program is not None for kind in KINDS.values()] == [True, True]
 
 
 def test_memory_is_freed_at_its_last_use(native):
     repeated_layer()
-    (layer,) = (plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, repeated.RepeatedLayer))
-    (backward,) = layer.backward.values()
-    lines = [line.strip() for line in backward.source.splitlines()]
+    _, backward = KINDS.values()
+    lines = [line.strip() for line in backward.program.source.splitlines()]
     made = {name for line in lines if " = k" in line for name in re.findall(r"v\d+", line.split(" = ")[0])}
     freed = {name for line in lines if line.startswith("del ") for name in re.findall(r"v\d+", line)}
     assert len(made) > 4 and made - freed == made & set(re.findall(r"v\d+", lines[-1]))
@@ -412,14 +411,3 @@ def test_threads_share_programs(native, passes_run, monkeypatch):
     for mine, other in zip(found, expected, strict=True):
         assert_same(mine, other)
     assert passes_run == []
-
-
-def test_the_backward_passes_of_a_layer_are_bounded(native, monkeypatch):
-    monkeypatch.setattr(repeated, "MAX_BACKWARD", 2)
-    layer = repeated_layer()
-    x = torch.randn(ROWS, IN).bfloat16().requires_grad_()
-    for i in range(5):
-        g = torch.randn(ROWS * OUT + i).bfloat16()[i:].view(ROWS, OUT)
-        layer(x).backward(g)
-    (found,) = (plan.launch for plan in PLANS._plans.values() if isinstance(plan.launch, repeated.RepeatedLayer))
-    assert 1 <= len(found.backward) <= 2

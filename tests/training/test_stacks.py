@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import mxtensor as mx
 from mxtensor.convert.training import training_parameter
 from mxtensor.kernels.gemm import emulated
-from mxtensor.kernels.gemm.spec import FakeQuantized, Form
-from mxtensor.kernels.quantize import reference
+from mxtensor.kernels.operands import FakeQuantized, Form
+from mxtensor.kernels.quantize import definition
 from mxtensor.numerics.operand import Operand
 from mxtensor.recipe import (
     CustomRecipe,
@@ -26,11 +26,11 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from mxtensor.training.casts import copies, copies_of, layout_of
+from mxtensor.training.delayed_scaling import Scales
 from mxtensor.training.interception import STATE
 from mxtensor.training.linear import linear
-from mxtensor.training.operands import Scales, copies
 from mxtensor.training.passes import Options
-from mxtensor.training.stack_operands import copies_of, layout_of
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers.nvfp4_options import NVFP4_OPTIONS
 from tests.helpers.training_reference import check_step
@@ -245,7 +245,7 @@ def test_groups_with_the_scale_of_a_history(name, dtype):
         part = slice(start, start + n)
         expected, _, _ = delayed_step(x[part], w[i], g[part], recipe, None, amax)
         for mine, one in zip((y[part], dx[part], dw[i]), expected, strict=True):
-            torch.testing.assert_close(mine, one, rtol=2e-6 if dtype is torch.float32 else 2**-8, atol=1e-5)
+            torch.testing.assert_close(mine, one, rtol=2e-6 if dtype is torch.float32 else 2**-7, atol=1e-5)
         start += n
     assert not y[start:].any() and not dx[start:].any() and not dw[1].any()  # after the last group; no rows
     assert y.dtype is dx.dtype is dw.dtype is dtype
@@ -265,7 +265,7 @@ def test_operands_with_the_scale_of_a_history_are_those_of_the_definition(name):
             amax, record = torch.tensor(5.0), torch.zeros(())
             row, column = copies_of(x, casts, wants, (amax, record), groups, True)
             inside = torch.where((groups.of_row < groups.number)[:, None], x, 0)
-            expected = reference.encode_with_amax(inside, casts.rowwise, amax)
+            expected = definition.encode_with_amax(inside, casts.rowwise, amax)
             assert record == x[: sum(SIZES)].abs().amax()
             assert (row is None, column is None) == (wants[0] is None, wants[1] is None)
             padded = groups.padded(expected.data.view(torch.uint8)).t()

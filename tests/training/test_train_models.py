@@ -170,7 +170,7 @@ RECIPES = [
     recipe.DelayedScaling(amax_history_len=16),
     recipe.Float8BlockScaling(),
     recipe.CustomRecipe("mxint8", "mxfp6_e2m3", "mxfp8_e5m2"),
-    mx.MXLinearConfig(),
+    mx.ao.MXLinearConfig(),
 ]
 
 

@@ -1,6 +1,6 @@
 // Attention of a few queries over keys and values: codes of a tile of keys are decoded once, into the first cache, for all
 // queries that read it, and values are read where they are. The softmax is a running one. Keys are split into ranges, so that threads share one head.
-// attention/cpu.py compiles this file; it and attention_op.cpp call mx_attention for spans of (batch, head, range), then
+// attention/cpu_attention.py compiles this file; it and attention_op.cpp call mx_attention for spans of (batch, head, range), then
 // mx_attention_finish.
 #include "attention_products.h"
 

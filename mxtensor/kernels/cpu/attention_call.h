@@ -1,4 +1,4 @@
-// One call of attention over cached keys and values, as attention/cpu.py and attention_op.cpp hand it to attention.cpp.
+// One call of attention over cached keys and values, as attention/cpu_attention.py and attention_op.cpp hand it to attention.cpp.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Fields of _Side in attention/cpu.py: (batch, heads, keys, size), the first ones as values, those after them as codes
+// Fields of _Side in attention/cpu_attention.py: (batch, heads, keys, size), the first ones as values, those after them as codes
 // and scales, or all as values at ``data``. Strides are of batch, head, key.
 struct Side {
   const float* first;  // (batch, heads, first_count, size), contiguous
@@ -18,7 +18,7 @@ struct Side {
   int32_t float_scales, values;  // values: 1 + Kind of those at ``data``; 0: codes
 };
 
-// Fields of _Attention in attention/cpu.py. ``group`` heads of queries read one head of keys.
+// Fields of _Attention in attention/cpu_attention.py. ``group`` heads of queries read one head of keys.
 struct Attention {
   Side keys, values;
   const void* q;            // (batch, heads, group, queries, keys.size), contiguous

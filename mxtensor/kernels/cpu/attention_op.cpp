@@ -1,5 +1,5 @@
 // The op mxtensor::cpu_attention: a few queries over keys and values of a high-precision cache, as one op of torch on
-// torch's own threads. The work is done by functions of attention.cpp; attention/values_cpu.py enters their addresses.
+// torch's own threads. The work is done by functions of attention.cpp; attention/cpu_attention.py enters their addresses.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ struct Functions {
   int64_t (*part)(const Attention*);
 } functions;
 
-constexpr int64_t KEYS_PER_RANGE = 256;  // as in attention/cpu.py
+constexpr int64_t KEYS_PER_RANGE = 256;  // as in attention/cpu_attention.py
 constexpr int64_t LEAST = 1 << 14;       // values of keys that are worth a thread
 
 int32_t kind_of(const Tensor& t) { return kind_of(t.scalar_type(), "cpu_attention"); }

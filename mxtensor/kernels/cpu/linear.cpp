@@ -1,4 +1,4 @@
-// Products of a few rows with codes, for one instruction set: gemm/cpu_library.py compiles this file with the flags of
+// Products of a few rows with codes, for one instruction set: gemm/cpu_codes.py compiles this file with the flags of
 // the widest set that the processor has, and linear_op.cpp calls it from torch's threads.
 #include <type_traits>
 

@@ -1,11 +1,11 @@
 // The op mxtensor::cpu_linear: products with codes as one op of torch, on torch's own threads. The work is done by
-// functions of linear.cpp and quantize.cpp, which do not know torch; gemm/cpu_library.py enters their addresses here.
+// functions of linear.cpp and quantize.cpp, which do not know torch; gemm/cpu_codes.py enters their addresses here.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <cstring>
-#include <memory>
+#include <deque>
 #include <mutex>
 #include <vector>
 
@@ -114,63 +114,39 @@ Tensor cpu_linear_groups(const Tensor& given, const Tensor& data, const Tensor& 
   return out;
 }
 
-// Products with one weight that are bound to its addresses, by number. The caller answers for the memory.
-struct BoundProduct {
-  Problem problem;
-  std::optional<Cast> cast;
-  std::vector<int64_t> shape;
+// The arguments of cpu_linear that are no tensors, by number: reading a number takes less than reading all of them.
+struct Options {
+  std::vector<int64_t> format, cast;
+  double alpha, beta, amax_epsilon;
+  at::ScalarType out_dtype;
 };
 std::mutex lock;
-std::vector<std::unique_ptr<BoundProduct>> bound_products;
-std::vector<int64_t> unused;
+std::deque<Options> prepared;  // an element stays where it is
 
-int64_t cpu_linear_bind(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
-                           const OptionalTensor& bias, IntArrayRef format, IntArrayRef cast, double amax_epsilon,
-                           IntArrayRef shape) {
-  auto made = std::make_unique<BoundProduct>();
-  made->problem = problem_of(x, data, scale, global_scale, std::nullopt, bias, format, 1, 1);
-  made->problem.out_kind = made->problem.x_kind;
-  made->shape = shape.vec();
-  made->cast = cast_of(cast, amax_epsilon);
+int64_t cpu_linear_prepare(IntArrayRef format, double alpha, double beta, at::ScalarType out_dtype, IntArrayRef cast, double amax_epsilon) {
   const std::lock_guard<std::mutex> guard(lock);
-  if (unused.empty()) {
-    bound_products.push_back(std::move(made));
-    return int64_t(bound_products.size()) - 1;
-  }
-  const int64_t number = unused.back();
-  unused.pop_back();
-  bound_products[size_t(number)] = std::move(made);
-  return number;
+  prepared.push_back({format.vec(), cast.vec(), alpha, beta, amax_epsilon, out_dtype});
+  return int64_t(prepared.size()) - 1;
 }
 
-Tensor cpu_linear_bound(const Tensor& given, int64_t number) {
-  Problem p;
-  std::optional<Cast> cast;
-  std::vector<int64_t> shape;
+Tensor cpu_linear_prepared(const Tensor& x, const Tensor& data, const Tensor& scale, const OptionalTensor& global_scale,
+                           const OptionalTensor& x_global, const OptionalTensor& bias, int64_t number) {
+  const Options* o;
   {
     const std::lock_guard<std::mutex> guard(lock);
-    const auto known = number >= 0 && size_t(number) < bound_products.size() ? bound_products[size_t(number)].get() : nullptr;
-    MX_CHECK_VALUE(known && given.is_contiguous() && given.numel() == known->problem.m * known->problem.k &&
-                       kind_of(given.scalar_type()) == known->problem.x_kind,
-                   "mxtensor::cpu_linear_bound: product ", number, " is not bound to such rows:  ", given.sizes());
-    p = known->problem, shape = known->shape, cast = known->cast;
+    MX_CHECK_VALUE(number >= 0 && size_t(number) < prepared.size(), "mxtensor::cpu_linear_prepared: nothing has the number ", number);
+    o = &prepared[size_t(number)];
   }
-  const Tensor x = may_overflow(p.global_scale, cast) ? scaled_down(given.view({p.m, p.k}), p.alpha, cast) : given;
-  Tensor out = at::empty(shape, x.options());
-  p.x = memory_of(x, "x"), p.out = out.mutable_data_ptr();
-  Tensor memory;
-  if (cast) memory = fake_quantize(p, *cast, x.options());
-  const bool few = p.m <= few_rows(p) || !decodes_blocks(p);
-  if (!few || !by_codes(&p, 1, x.options())) by_values(p, out.view({p.m, p.n}));
-  return out;
+  return cpu_linear(x, data, scale, global_scale, x_global, bias, o->format, o->alpha, o->beta, o->out_dtype, o->cast, o->amax_epsilon);
 }
+
+TORCH_LIBRARY_IMPL(mxtensor, CompositeExplicitAutograd, m) { m.impl("cpu_linear_prepare", cpu_linear_prepare); }
 
 TORCH_LIBRARY_IMPL(mxtensor, CPU, m) {
   m.impl("cpu_linear", cpu_linear);
   m.impl("cpu_linear_shared", cpu_linear_shared);
   m.impl("cpu_linear_groups", cpu_linear_groups);
-  m.impl("cpu_linear_bind", cpu_linear_bind);
-  m.impl("cpu_linear_bound", cpu_linear_bound);
+  m.impl("cpu_linear_prepared", cpu_linear_prepared);
 }
 
 }  // namespace
@@ -184,10 +160,4 @@ void mx_linear_use(void* const* addresses, const Format* const* all_formats, int
 }
 
 void mx_linear_record(bool (*wants)(), void (*take)(Replay*, const void*)) { recorder = {wants, take}; }
-
-void mx_linear_forget(int64_t number) {
-  const std::lock_guard<std::mutex> guard(lock);
-  bound_products[size_t(number)].reset();
-  unused.push_back(number);
-}
 }

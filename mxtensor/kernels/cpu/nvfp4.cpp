@@ -1,5 +1,5 @@
 // Casts to NVFP4 with four over six, and with a global scale for each row, bitwise equal to numerics/reference.py: a
-// block is read once and rounded with each of its two scales. quantize/cpu_nvfp4.py compiles this once on each machine.
+// block is read once and rounded with each of its two scales. quantize/cpu_casts.py compiles this once on each machine.
 #include <cfloat>
 #include <cmath>
 #include <cstdint>

@@ -20,7 +20,7 @@ constexpr int64_t LEAST = 1 << 15;  // values of w that are worth a thread
 constexpr int64_t SLAB = 1 << 18;   // values of w that a thread decodes at a time
 constexpr int64_t SAVED = 1 << 22;   // bytes of packed x up to which a thread saves the memory for the next call
 constexpr int64_t TINY = 1 << 14;   // values of w below which calling a bfloat16 product takes longer than the product
-int64_t FEW_ROWS = 16, FEW_FLOAT_ROWS = 16;  // FEW_ROWS in gemm/cpu_library.py
+int64_t FEW_ROWS = 16, FEW_FLOAT_ROWS = 16;  // FEW_ROWS in gemm/cpu_codes.py
 
 // Memory for packed x, which the threads of one call read.
 char* scratch(int64_t bytes) {

@@ -4,9 +4,9 @@
 
 #include "format.h"
 
-enum ElementId { E4M3_ID, E5M2_ID, E3M2_ID, E2M3_ID, E2M1_ID, INT8_ID };  // ELEMENTS in gemm/cpu_library.py
+enum ElementId { E4M3_ID, E5M2_ID, E3M2_ID, E2M3_ID, E2M1_ID, INT8_ID };  // ELEMENTS in gemm/cpu_codes.py
 constexpr int BITS[] = {8, 8, 6, 6, 4, 8};                                // of a code, by ElementId
-enum ScaleId { E8M0, UE4M3, FP32, FP32_POW2 };                            // SCALES in quantize/cpu.py
+enum ScaleId { E8M0, UE4M3, FP32, FP32_POW2 };                            // SCALES in quantize/cpu_casts.py
 // How rows of x are packed and multiplied. IN_DOUBLE: not packed, value by value, for values that the others cannot take.
 enum Mode { IN_FLOAT32, IN_BFLOAT16, IN_DOUBLE, IN_INTEGERS, IN_TILES, IN_INTEGER_PANELS, IN_BFLOAT16_PANELS };
 

@@ -1,6 +1,6 @@
 // Casts between float32, bfloat16 or float16 and block-scaled operands, bitwise equal to numerics/reference.py. A row
 // is cast CHUNK values at a time, which are whole blocks or part of one, in plain loops that a compiler vectorizes: the
-// scale of a block is first repeated for its values. quantize/cpu.py compiles this once on each machine.
+// scale of a block is first repeated for its values. quantize/cpu_casts.py compiles this once on each machine.
 #include <cfloat>
 #include <cstdint>
 #include <cstring>
@@ -15,7 +15,7 @@ constexpr int SPAN = 8 * CHUNK;               // columns whose scales are comput
 constexpr int MAX_BLOCKS = CHUNK * CHUNK / 16;  // in one span of a panel
 
 enum Scaling { FLOOR, RCEIL, CEIL, EVEN };
-enum Scale { E8M0, UE4M3, FP32, FP32_POW2 };  // the order of SCALES in quantize/cpu.py
+enum Scale { E8M0, UE4M3, FP32, FP32_POW2 };  // the order of SCALES in quantize/cpu_casts.py
 
 // ------------------------------------------------------------------------------------------ blocks and scales
 

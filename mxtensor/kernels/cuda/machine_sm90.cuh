@@ -87,7 +87,7 @@ DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier) {
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
-// A map of a tensor, made by the driver (runtime/tensor_map.py); a kernel parameter.
+// A map of a tensor, made by the driver (runtime/cuda_driver.py); a kernel parameter.
 struct alignas(64) TensorMap {
     u64 words[16];
 };

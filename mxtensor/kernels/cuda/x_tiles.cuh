@@ -10,7 +10,7 @@ DEVICE void prefetch_tiles(const Arguments& a) {
 
 // Copies tile ``tile`` of all columns; ``barrier`` counts its bytes.
 DEVICE void copy_tile(u8* to, const Arguments& a, u32 tile, u64* barrier) {
-#if DIRECT  // from the rows of x, by a tensor map (small_m/direct.py); what x does not have is zero
+#if DIRECT  // from the rows of x, by a tensor map (small_m/launch.py); what x does not have is zero
     copy_box(to, a.x_map, int(64 * tile), int(block_y() * COLS), barrier);
 #else  // as the kernel ``activations`` wrote them
     u64 tiles = (a.k + CHUNK - 1) / CHUNK * 2;

@@ -18,31 +18,30 @@ from ...core import custom_ops
 from ...core.compat import cpu_multiplies_bfloat16
 from ...core.kernel import Kernel, Spec
 from ...core.names import dtype_name
+from ...core.shapes import as_matrix
 from ...core.tracing import is_traced
 from ...numerics.formats import Format, get_format
 from ...numerics.groups import Groups
 from ...numerics.operand import Operand
-from ..quantize import sliced
-from ..quantize.select import dequantize_operand, fake_quantize, rows_decoder
-from ..runtime import triton_launch
-from ..runtime.availability import exported
-from ..runtime.check import check_argument, check_codes, check_scalars
-from . import cublas, fp8_rows_groups_mm, group_scales, plain
-from .emulated import values
-from .row_operand import INNER, RowOperand
-from .scaled_mm_contract import MAX_GROUPS
-from .spec import (
+from .. import expected_time
+from ..operands import (
+    INNER,
+    MAX_GROUPS,
     FakeQuantized,
-    GemmArgs,
     GemmOperand,
+    RowOperand,
     Unquantized,
     data_of,
-    finish,
     format_of,
     has_group_scales,
-    not_row_scaled,
-    zero_after,
 )
+from ..quantize import definition
+from ..quantize.choose_cast import dequantize_operand, fake_quantize_rows, rows_decoder
+from ..runtime import triton_launch
+from ..runtime.custom_op import check_argument, check_codes, check_scalars, exported
+from . import cublas, emulated, fp8_rows_grouped, global_scales
+from .emulated import values
+from .spec import GemmArgs, finish, is_cast_for_training, not_row_scaled, zero_after
 
 SLICE = 1 << 21
 """Weight values decoded at a time on CPU: one buffer of 4 MiB of bfloat16 instead of a copy of the whole weight."""
@@ -89,6 +88,17 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     return None
 
 
+def expected_us(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> float | None:
+    """The time of a product with one quantized weight, or with operands that are cast for training."""
+    figures, right = expected_time.figures_of(spec.capability), format_of(b)
+    if figures is None or not isinstance(right, Format) or len(spec.shapes[1]) != 2:
+        return None
+    rows, (width, cols) = math.prod(spec.shapes[0][:-1]), spec.shapes[1]
+    if is_cast_for_training(spec, a, b):
+        return expected_time.in_training(figures, "dequant", rows, width, cols)
+    return expected_time.dequant(figures, rows, width, cols, right)
+
+
 def values_dtype(args: GemmArgs) -> torch.dtype:
     """The dtype in which the product is computed."""
     return torch.bfloat16
@@ -113,7 +123,7 @@ def eager_sliced_mm(
     out = a.new_empty(a.shape[0], rows)
     decode_rows = rows_decoder(b, torch.bfloat16)
     assert decode_rows is not None
-    step = sliced.row_step(b, SLICE)
+    step = definition.row_step(b, SLICE)
     buffer = a.new_empty(min(step, rows), cols)
     for start in range(0, rows, step):
         length = min(step, rows - start)
@@ -161,7 +171,7 @@ def _whole(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
 def _in_float32(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
     """``a @ b`` with a float32 result (``out_dtype``, CUDA only), then the bias."""
     if b.dim() == 2:
-        out = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=torch.float32)
+        out = torch.mm(as_matrix(a), b, out_dtype=torch.float32)
         return finish(out.view(*a.shape[:-1], b.shape[1]), args)
     return finish(torch.bmm(a, b, out_dtype=torch.float32), args)
 
@@ -169,7 +179,7 @@ def _in_float32(a: Tensor, b: Tensor, args: GemmArgs) -> Tensor:
 def _values(side: GemmOperand) -> tuple[Tensor, list[Tensor]]:
     """One side in bfloat16 without its global scale, and the global scale if there is one."""
     if isinstance(side, Unquantized):
-        side = FakeQuantized(*fake_quantize(side.x, side.cast, torch.bfloat16), side.format)
+        side = FakeQuantized(*fake_quantize_rows(side.x, side.cast, torch.bfloat16), side.format)
     if isinstance(side, FakeQuantized):
         return side.values, [] if side.global_scale is None else [side.global_scale]
     if isinstance(side, Operand) and side.global_scale is not None:
@@ -204,8 +214,8 @@ def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, ar
         reason = _refuses_on_cuda(spec.shapes[1][1:], spec.shapes[1][0], a, b, args)
         if reason is not None:
             return reason
-    elif spec.traced and plain.why_not_traced(args) is not None:
-        return plain.why_not_traced(args)
+    elif spec.traced and emulated.why_not_traced(args) is not None:
+        return emulated.why_not_traced(args)
     elif (isinstance(b, Unquantized) and b.format.global_scale) or _has_global_scale(a):
         return "multiplies one quantized matrix of the stack at a time, by rows without a global scale"
     if isinstance(b, RowOperand):
@@ -262,14 +272,14 @@ def matrix(stack: Operand | FakeQuantized | Tensor, i: int) -> Operand | FakeQua
 
 def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
     if has_group_scales(a):
-        left_rows, right_rows = (group_scales.rows_with_scales(_in_bfloat16(side)) for side in (a, b))
-        return fp8_rows_groups_mm.multiply(*left_rows, *right_rows, ends, a.shape[0])
+        left_rows, right_rows = (global_scales.rows_with_scales(_in_bfloat16(side)) for side in (a, b))
+        return fp8_rows_grouped.multiply(*left_rows, *right_rows, ends, a.shape[0])
     left, _ = _values(a)
     if left.device.type == "cuda":
         right, _ = _values(b)
         return zero_after(torch._grouped_mm(left, right.transpose(-1, -2), offs=ends), ends)
     if is_traced(left, data_of(b), ends):
-        return plain.grouped_mm(left, _values(b)[0], ends, args)
+        return emulated.grouped_mm(left, _values(b)[0], ends, args)
     if isinstance(b, Unquantized):
         b = FakeQuantized(_values(b)[0], None, b.format)
     assert not isinstance(b, RowOperand)
@@ -294,14 +304,14 @@ def refuses_wgrad(spec: Spec, a: GemmOperand, b: GemmOperand, groups: Groups, ar
 
 def run_wgrad(a: GemmOperand, b: GemmOperand, groups: Groups, args: GemmArgs) -> Tensor:
     if has_group_scales(a):
-        left_columns, right_columns = (group_scales.columns_with_scales(_in_bfloat16(side), groups) for side in (a, b))
-        return fp8_rows_groups_mm.multiply(*left_columns, *right_columns, groups.given, groups.rows, groups.block)
+        left_columns, right_columns = (global_scales.columns_with_scales(_in_bfloat16(side), groups) for side in (a, b))
+        return fp8_rows_grouped.multiply(*left_columns, *right_columns, groups.given, groups.rows, groups.block)
     left, right = _values(a)[0], _values(b)[0]
     if left.device.type == "cuda":  # the padding of a group is zeros, and every group has some rows
         return torch._grouped_mm(left, right.transpose(-1, -2), offs=groups.padded_ends)
-    return plain.grouped_wgrad(left, right, groups.padded_ends, args)
+    return emulated.grouped_wgrad(left, right, groups.padded_ends, args)
 
 
-KERNEL = Kernel("dequant", refuses, run)
+KERNEL = Kernel("dequant", refuses, run, expected_us=expected_us)
 GROUPED = Kernel("dequant", refuses_grouped, run_grouped)
 GROUPED_WGRAD = Kernel("dequant", refuses_wgrad, run_wgrad)

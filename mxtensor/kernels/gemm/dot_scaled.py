@@ -18,23 +18,16 @@ from ...core.devices import cached, device_capability
 from ...core.kernel import Kernel, Spec
 from ...core.names import dtype_name
 from ...core.tracing import is_traced
-from ...numerics.element_format import ElementFormat
+from ...numerics.elements import ElementFormat
 from ...numerics.formats import E2M1, E4M3, E5M2, E8M0, UE4M3, Format, get_format
 from ...numerics.operand import Operand
 from ...numerics.validate import check_sizes
-from ..quantize.select import operand_of
+from ..operands import GemmOperand, Unquantized
+from ..quantize.choose_cast import operand_of
 from ..quantize.triton_common import power_above
 from ..runtime import triton_launch
-from ..runtime.check import check_argument, check_codes, check_device
-from .spec import (
-    GemmArgs,
-    GemmOperand,
-    Unquantized,
-    flat_bias,
-    needs_codes,
-    not_a_bias_of_groups,
-    not_rows_by_matrix,
-)
+from ..runtime.custom_op import check_argument, check_codes, check_device
+from .spec import GemmArgs, flat_bias, needs_codes, not_a_bias_of_groups, not_rows_by_matrix
 
 MIXES = {(10, 0): True, (10, 3): True, (11, 0): True, (12, 0): False}
 """Compute capability -> whether 8-bit times 4-bit elements work too. For these Triton 3.6 and 3.7 compile

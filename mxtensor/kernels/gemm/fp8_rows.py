@@ -1,14 +1,15 @@
 """MX operands on FP8 tensor cores without block-scaled instructions: row-scaled E4M3 through ``torch._scaled_mm``.
 
 Both operands are rescaled to E4M3 codes with one power of two a row and multiplied with float32 scales for rows.
-``numerics/row_scaled.py`` defines that form, with a glossary; ``numerics/row_scaled_bound.py`` bounds the error.
+``numerics/row_scaled.py`` defines that form, with a glossary; ``numerics/row_scaled.py`` bounds the error.
 Activations are cast straight to that form. Rows that are out of range are multiplied again from their own codes and
-scales: the device finds them, the host does not wait (``triton_device/row_scaled_exact.py``).
+scales: the device finds them, the host does not wait (``triton_device/row_scaled_products.py``).
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,47 +19,33 @@ from ...core.devices import multiprocessors
 from ...core.explain import LOGS, record
 from ...core.kernel import Kernel, Spec
 from ...core.names import dtype_name
+from ...core.repeated import recorded
+from ...core.shapes import as_matrix
+from ...core.tracing import is_captured
 from ...numerics.formats import FULL, Format, get_format
 from ...numerics.operand import Operand
 from ...numerics.row_scaled import why_not
 from ...numerics.validate import check_sizes
-from ..quantize.select import quantize_operand
-from ..quantize.triton_common import ceil_div
-from ..quantize.triton_constants import format_code
+from .. import expected_time
+from ..operands import INNER, FakeQuantized, GemmOperand, RowOperand, Unquantized, data_of
+from ..quantize.choose_cast import quantize_operand
+from ..quantize.to_row_scaled import ROWS, matrix_of, rows_of_operand, rows_of_values, why_not_in_one
+from ..quantize.to_row_scaled_both import cast_to_rows, operand_to_rows
+from ..quantize.triton_common import ceil_div, format_code
 from ..quantize.triton_ops import cast_arguments
 from ..runtime import triton_launch
-from ..runtime.availability import exported
-from ..runtime.check import check_argument, check_codes, check_device
-from ..runtime.recorded_op import recorded
+from ..runtime.custom_op import check_argument, check_codes, check_device, exported
 from ..runtime.triton_launch import device_code, launch, on
 from . import fp8_rows_cache
-from .cublas_lt import recorded_product
-from .fp8_rows_costs import MEASURED, slower
-from .fp8_rows_operand import (
-    ROWS,
-    matrix_of,
-    rows_of_operand,
-    rows_of_values,
-    why_not_in_one,
-)
-from .fp8_rows_ops import cast_to_rows, operand_to_rows
-from .row_operand import INNER, RowOperand
-from .scaled_mm_call import USE_FAST_ACCUM
-from .scaled_mm_contract import SCALINGS, plan_here
-from .spec import (
-    FakeQuantized,
-    GemmArgs,
-    GemmOperand,
-    Unquantized,
-    needs_codes,
-    not_rows_by_matrix,
-)
+from .cublas import recorded_product
+from .scaled_mm_contract import SCALINGS, USE_FAST_ACCUM, plan_here
+from .spec import FRESH, GemmArgs, is_cast_for_training, needs_codes, not_rows_by_matrix
 
 OLDEST = (8, 9)
 """The first compute capability with FP8 tensor cores."""
 MIN_ROWS = 128
 MIN_VALUES = 3 << 19
-"""Values of the result below which other kernels are as fast, on GPUs whose costs were not measured: on an H200."""
+"""Values of the result below which other kernels are as fast on an H200: for GPUs without expected times."""
 HALVES = (torch.bfloat16, torch.float16)
 EXACT_TILE = (64, 64, 64, 8)
 """(rows, columns, K, warps) of the product of rows out of range."""
@@ -104,12 +91,32 @@ def refuses(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> str |
     if reason is not None:
         return reason
     rows, width = math.prod(spec.shapes[0][:-1]), spec.shapes[1][0]
-    if rows < MIN_ROWS or (spec.capability != MEASURED and rows * width < MIN_VALUES):
-        return f"is slower than others for {rows} rows of {width} values"
+    measured = expected_time.figures_of(spec.capability) is not None
+    if rows < MIN_ROWS or (not measured and rows * width < MIN_VALUES):
+        least = "" if measured else f" and {MIN_VALUES} values of the result"
+        return f"for at least {MIN_ROWS} rows{least}, this product has {rows} rows of {width} values"
     if width % ROWS or spec.shapes[0][-1] % INNER:
         return f"needs K and N in multiples of {INNER}, got {spec.shapes[0][-1]} and {width}"
-    reason = _refuses_args(spec, args)
-    return slower(spec, a, b, args) if reason is None and spec.capability == MEASURED else reason
+    return _refuses_args(spec, args)
+
+
+def expected_us(spec: Spec, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> float | None:
+    """The time of the product, and of what makes its operands in this call."""
+    figures = expected_time.figures_of(spec.capability)
+    if figures is None:
+        return None
+    rows, (width, cols) = math.prod(spec.shapes[0][:-1]), spec.shapes[1]
+    if is_cast_for_training(spec, a, b):
+        return expected_time.in_training(figures, "fp8_rows", rows, width, cols)
+    left, right = spec.formats
+    assert isinstance(left, Format) and isinstance(right, Format)
+    if spec.op in FRESH:
+        cached = False
+    elif spec.traced:
+        cached = rows < fp8_rows_cache.ON_THE_FLY
+    else:
+        cached = not is_captured(data_of(b)) or (isinstance(b, Operand) and fp8_rows_cache.is_known(b))
+    return expected_time.fp8_rows(figures, rows, width, cols, left, right, isinstance(a, Unquantized), cached)
 
 
 # ---------------------------------------------------------------------------------------------- the product
@@ -129,7 +136,7 @@ def exact_rows(a: RowOperand, b: RowOperand, bias: Tensor | None, out: Tensor) -
         blocks += [0 if n == FULL else n for n in side.format.block]
     with on(device):
         launch(
-            device_code("row_scaled_exact.exact_rows"),
+            device_code("row_scaled_products.exact_rows"),
             min(tiles, multiprocessors(device)),
             (
                 a.codes.view(torch.uint8), a.row_scale, a.out_of_range, a.scale, b.codes.view(torch.uint8), b.row_scale,
@@ -210,7 +217,7 @@ def fp8_rows_stored_mm(
     left = _check_side(op, a, get_format(a_format), shape[-1])
     matrix = matrix_of(operand)
     _check_result(op, left.codes, bias, matrix.shape[0], out_dtype)
-    codes, row_scale, out_of_range = fp8_rows_cache.weight_rows(operand, matrix, in_graph=True)
+    codes, row_scale, out_of_range = fp8_rows_cache.weight_rows(operand, matrix)
     right = RowOperand(codes, row_scale, out_of_range, matrix.scale, weight, (matrix.shape[0], matrix.shape[1]))
     return multiply(left, right, None if bias is None else bias.contiguous(), out_dtype)
 
@@ -223,16 +230,12 @@ def _(a, data, scale, a_format, b_format, shape, bias, out_dtype):  # type: igno
 # ---------------------------------------------------------------------------------------------- the kernel
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
 def row_operand(side: Operand | Unquantized | RowOperand, traced: bool, weight: bool) -> RowOperand:
     """One side of the product; ``weight``: it may be cached."""
     if isinstance(side, RowOperand):
         return side
     if isinstance(side, Unquantized):
-        x = _flat(side.x)
+        x = as_matrix(side.x)
         if why_not_in_one(x, side.cast) is None:
             tensors = (
                 cast_to_rows(x.detach(), *cast_arguments(side.cast), False) if traced else rows_of_values(x, side.cast)
@@ -264,7 +267,7 @@ def _tell(a: RowOperand, b: RowOperand, spec: Spec) -> None:
         record(spec._replace(op="rows out of range", shapes=shapes), "fp8_rows exact", {"fp8_rows": reason})
 
 
-def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor:
+def run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool = False) -> Tensor:
     assert not isinstance(a, (Tensor, FakeQuantized)) and not isinstance(b, (Tensor, FakeQuantized))
     shape = (*a.shape[:-1], b.shape[-2])
     rows = math.prod(a.shape[:-1])
@@ -287,12 +290,4 @@ def _run(a: GemmOperand, b: GemmOperand, args: GemmArgs, traced: bool) -> Tensor
     return out if len(shape) == 2 else out.view(shape)  # type: ignore[no-any-return]
 
 
-def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
-    return _run(a, b, args, False)
-
-
-def run_traced(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
-    return _run(a, b, args, True)
-
-
-KERNEL = Kernel("fp8_rows", refuses, run, "cuda", run_traced)
+KERNEL = Kernel("fp8_rows", refuses, run, "cuda", partial(run, traced=True), expected_us=expected_us)

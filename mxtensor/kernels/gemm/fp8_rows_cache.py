@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +23,7 @@ from ...core.tracing import is_captured
 from ...numerics.derived import cached_value, captured_value, known_value
 from ...numerics.formats import Format
 from ...numerics.operand import Operand
-from .fp8_rows_operand import ROWS, Rows, matrix_of, rows_of_operand
-
-Made = TypeVar("Made")
+from ..quantize.to_row_scaled import ROWS, Rows, matrix_of, rows_of_operand
 
 ON_THE_FLY = 4096
 """Rows of activations from which a compiled graph makes the form in each call, which is a tenth of the time of the
@@ -81,13 +76,10 @@ class _Form:
         self.version = operand.data._version
 
 
-def weight_rows(operand: Operand, matrix: Operand, in_graph: bool = False) -> Rows:
-    """``rows_of_operand`` of a weight; ``matrix`` is the operand as a matrix.
-
-    ``in_graph``: for a compiled graph, whose first call may allocate from memory that is not to stay in use.
-    """
+def weight_rows(operand: Operand, matrix: Operand) -> Rows:
+    """``rows_of_operand`` of a weight; ``matrix`` is the operand as a matrix."""
     tensors = operand.data, operand.scale, matrix.data, matrix.scale
-    return recording.call(_weight_rows, *tensors, operand.format, operand.shape, matrix.shape[0], in_graph)
+    return recording.call(_weight_rows, *tensors, operand.format, operand.shape, matrix.shape[0])
 
 
 def is_known(operand: Operand) -> bool:
@@ -113,8 +105,7 @@ def _captured(operand: Operand, stays: bool) -> _Form | None:
 
 
 def _weight_rows(
-    data: Tensor, scale: Tensor, flat: Tensor, flat_scale: Tensor, format: Format, shape: tuple[int, ...], high: int,
-    in_graph: bool,
+    data: Tensor, scale: Tensor, flat: Tensor, flat_scale: Tensor, format: Format, shape: tuple[int, ...], high: int
 ) -> Rows:  # fmt: skip
     """The form of a weight (data, scale) of ``shape``, whose matrix of ``high`` rows is (flat, flat_scale)."""
     matrix = Operand(flat, flat_scale, None, format, (high, shape[-1]))
@@ -125,8 +116,7 @@ def _weight_rows(
         return rows_of_operand(matrix, ROWS) if found is None or found.version != data._version else found.rows
 
     def make(_: Tensor) -> _Form:
-        made = _elsewhere(lambda: rows_of_operand(matrix, ROWS)) if in_graph else rows_of_operand(matrix, ROWS)
-        return _Form(made, data._version)
+        return _Form(rows_of_operand(matrix, ROWS), data._version)
 
     layout = _layout(data, format, shape)
     form: _Form | None = known_value(scale, layout)
@@ -135,19 +125,3 @@ def _weight_rows(
     elif form.version != data._version:
         form.update(matrix)
     return form.rows
-
-
-def _elsewhere(make: Callable[[], Made]) -> Made:
-    """``make()`` in another thread, on the same stream.
-
-    A graph of ``mode="reduce-overhead"`` runs first with a pool of memory that belongs to the graph, and all that the
-    thread allocates comes from it. Such a form has to stay.
-    """
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-    def work() -> Made:
-        with torch.cuda.stream(stream):
-            return make()
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()

@@ -1,7 +1,10 @@
-"""Both operands quantized, multiplied by the tensor cores with their scales: ``torch._scaled_mm`` and ``scaled_mm``.
+"""Both operands quantized, multiplied by torch on the tensor cores with their scales, also grouped.
 
 float8 from sm89 on, MXFP8, MXFP4 and NVFP4 from sm100 on: see ``scaled_mm_contract.py``. An alpha or a bias that these
 kernels cannot apply before their one rounding is applied to a float32 result, or refused if there is none.
+
+Grouped products are those of groups of rows by a stack of weights: float8 per row on sm90, MXFP8 on sm100; bfloat16
+results. The host never reads the ends of the groups.
 """
 
 from __future__ import annotations
@@ -17,17 +20,18 @@ from ...core.kernel import Kernel, Spec, elsewhere
 from ...core.names import dtype_name
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
-from ...numerics.derived import cached_value
+from ...numerics.derived import cached_value, round_up, swizzle, swizzle_groups
 from ...numerics.formats import FP32, FULL, Format
 from ...numerics.operand import Operand
-from ...numerics.swizzle import round_up, swizzle
+from ..operands import MAX_GROUPS, GemmOperand, Unquantized, data_of, format_of
 from ..quantize import triton_rows
-from ..quantize.select import quantize_operand
-from ..runtime.availability import other_build
-from .scaled_mm_call import multiply
+from ..quantize.choose_cast import operand_of, quantize_operand
+from ..runtime.cuda_driver import other_build
 from .scaled_mm_contract import (
     FLOAT32,
+    GROUPED_SCALINGS,
     LINE,
+    ROW_BLOCK,
     SCALINGS,
     SQUARE_BLOCK,
     TENSOR_BLOCK,
@@ -35,10 +39,11 @@ from .scaled_mm_contract import (
     Block,
     Product,
     Scaling,
+    multiply,
     plan_here,
     row_major,
 )
-from .spec import GemmArgs, GemmOperand, Unquantized, data_of, finish, format_of, needs_codes
+from .spec import GemmArgs, finish, needs_codes, zero_after
 
 WHOLE_SUMS = (10, 0)
 """The first compute capability whose tensor cores accumulate float8 products in full float32."""
@@ -235,4 +240,50 @@ def run(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Tensor:
     return out if inside else finish(out, args)
 
 
+# ---------------------------------------------------------------------------------------------- grouped
+
+
+def refuses_grouped(spec: Spec, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> str | None:
+    scaling = chosen(GROUPED_SCALINGS, spec, a, b)
+    if isinstance(scaling, str):
+        return scaling
+    return why_not_groups(scaling, spec.shapes[1][0], args)
+
+
+def why_not_groups(scaling: Scaling, groups: int, args: GemmArgs) -> str | None:
+    """Why ``torch._scaled_grouped_mm`` cannot give this result of so many groups; None if it can."""
+    if args.out_dtype not in scaling.outputs:
+        return f"returns bfloat16, the result is {dtype_name(args.out_dtype)}"
+    if args.alpha != 1 or (args.bias is not None and args.beta != 0):
+        return "torch._scaled_grouped_mm rounds the product before an alpha or a bias could be applied"
+    if groups > MAX_GROUPS:
+        return f"torch._scaled_grouped_mm takes at most {MAX_GROUPS} groups, got {groups}"
+    return None
+
+
+def grouped_product_of(scaling: Scaling, a: GemmOperand, b: GemmOperand, ends: Tensor) -> Product:
+    """The arguments for rows a (M, K) in groups that end at ``ends`` (G,) and weights b (G, N, K)."""
+    assert isinstance(a, (Operand, Unquantized)) and isinstance(b, (Operand, Unquantized))
+    rows = operand_of(a)
+    scale_a = spread(rows.scale, rows.format.block, scaling.blocks[0], rows.shape)
+    scale_a = swizzle_groups(scale_a, ends) if scaling.swizzled else dense(scale_a)
+    right, scale_b, _ = side(b, scaling, 1)
+    if scaling.blocks[1] == ROW_BLOCK:
+        scale_b = scale_b.squeeze(-1)
+    return Product(
+        scaling, padded(rows.data, 1, scaling.inner), right, scale_a, scale_b, [], None, torch.bfloat16, dense(ends)
+    )
+
+
+def run_grouped(a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs) -> Tensor:
+    (rows, inner), (groups, cols, _) = a.shape, b.shape
+    if 0 in (rows, inner, groups, cols):
+        return torch.zeros(rows, cols, dtype=args.out_dtype, device=data_of(a).device)
+    formats = typed(Format, format_of(a)), typed(Format, format_of(b))
+    scaling = plan_here(GROUPED_SCALINGS, *formats, data_of(a).device)
+    assert isinstance(scaling, Scaling)
+    return zero_after(multiply(grouped_product_of(scaling, a, b, ends)).narrow(1, 0, cols), ends)
+
+
 KERNEL = Kernel("scaled_mm", refuses, run, "cuda")
+GROUPED = Kernel("scaled_mm", refuses_grouped, run_grouped, "cuda")

@@ -1,18 +1,27 @@
-"""Products: the tuples of product kernels, fastest first, and the one function that runs each."""
+"""Products: the tuples of product kernels, and the one function that runs each.
+
+A tuple has the kernels in the order of their usual speed. Where expected times are known they decide
+(``core/select.py``, ``kernels/expected_time.py``).
+
+Where torch compiles for any number of rows, on a GPU, the graph holds one op, ``mxtensor::product``, which chooses its
+kernel when it runs: one graph serves every batch size, with the kernel that is best for each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from ...core.kernel import Kernel, Spec
+from ...core import custom_ops
+from ...core.explain import record
+from ...core.kernel import Kernel, Plan, Spec
 from ...core.names import dtype_name
-from ...core.plan import Plan
-from ...core.select import KERNEL_NAMES, perform, plan_for
+from ...core.select import KERNEL_NAMES, accepted, forced_kernel, perform, plan_for
 from ...core.tracing import is_traced
+from ...numerics.cast import Cast
+from ...numerics.formats import get_format
 from ...numerics.groups import Groups
 from ...numerics.operand import Operand
 from ..gemm import (
@@ -21,35 +30,37 @@ from ..gemm import (
     dot_scaled,
     emulated,
     fp8_rows,
-    fp8_rows_groups,
-    scaled_grouped_mm,
+    fp8_rows_grouped,
     scaled_mm,
 )
+from ..operands import Form, GemmOperand, Unquantized, data_of, format_of, has_group_scales
+from ..quantize.to_row_scaled_both import wants_rows
+from ..runtime.custom_op import exported
 from ..small_m import kernel as small_m
-from .fp8_rows_by_codes import wants_rows
-from .row_global_scales import has_row_global_scales, scales_the_result, times_global_scales, without_global_scales
-from .spec import Form, GemmArgs, GemmOperand, data_of, facts_of, format_of, has_group_scales, without_lazy_signs
+from .global_scales import (
+    has_row_global_scales,
+    of_groups,
+    scales_of_rows,
+    scales_the_result,
+    times_global_scales,
+    without_global_scales,
+)
+from .spec import GemmArgs, facts_of, without_lazy_signs, zero_after
 
 GEMM: tuple[Kernel, ...] = (
     scaled_mm.KERNEL, dot_scaled.KERNEL, fp8_rows.KERNEL, small_m.KERNEL, cpu_codes.KERNEL, dequant.KERNEL,
     emulated.KERNEL,
 )  # fmt: skip
 GROUPED: tuple[Kernel, ...] = (
-    scaled_grouped_mm.KERNEL, dot_scaled.GROUPED, fp8_rows_groups.GROUPED, small_m.GROUPED,
+    scaled_mm.GROUPED, dot_scaled.GROUPED, fp8_rows_grouped.GROUPED, small_m.GROUPED,
     cpu_codes.GROUPED, dequant.GROUPED, emulated.GROUPED,
 )  # fmt: skip
 """The same kernels for a stack of weights, each multiplied by rows of its own."""
-GROUPED_WGRAD: tuple[Kernel, ...] = (fp8_rows_groups.GROUPED_WGRAD, dequant.GROUPED_WGRAD, emulated.GROUPED_WGRAD)
+GROUPED_WGRAD: tuple[Kernel, ...] = (fp8_rows_grouped.GROUPED_WGRAD, dequant.GROUPED_WGRAD, emulated.GROUPED_WGRAD)
 """And for products over the columns of each group, which give a stack."""
 VALUES = {dequant.KERNEL.name: dequant.values_dtype, emulated.KERNEL.name: emulated.values_dtype}
 """Kernels that multiply values and not codes -> the dtype that they want them in, given the product's arguments."""
 KERNEL_NAMES.update(kernel.name for kernel in GEMM)
-
-
-@cache
-def has_launches(device: torch.device, kernels: tuple[Kernel, ...] = GEMM) -> bool:
-    """Whether one of the kernels may give plans on this device a launch."""
-    return any(kernel.launch_for is not None and kernel.device in (None, device.type) for kernel in kernels)
 
 
 def _spec(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Spec:
@@ -84,7 +95,64 @@ def gemm(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | 
     if scales_the_result(a) or scales_the_result(b):
         unscaled = without_global_scales(a, b, args)
         return times_global_scales(gemm(op, unscaled.a, unscaled.b, unscaled.args, prefer), unscaled.scales, args)
+    if _is_chosen_later(spec, a, b):
+        return _chosen_later(spec, a, b, args, prefer)  # type: ignore[arg-type]
     return perform(GEMM, spec, a, b, args, prefer=prefer, facts=facts_of(a, b, args))  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------------------------------- any number of rows
+
+CHOSEN_LATER = {"cuda"}
+"""Types of devices with a graph of one op for any number of rows. On a CPU the compiler fuses casts with what is around
+them."""
+
+
+def _is_chosen_later(spec: Spec, a: GemmOperand, b: GemmOperand) -> bool:
+    """Whether this product is traced for any number of rows of ``a``, by a weight ``b`` of known size."""
+    if not spec.traced or spec.device.type not in CHOSEN_LATER or all(type(n) is int for n in spec.shapes[0]):
+        return False
+    rows = isinstance(a, (Tensor, Unquantized)) and isinstance(b, Operand)
+    return rows and all(type(n) is int for n in spec.shapes[1]) and exported(spec) is None
+
+
+def _chosen_later(spec: Spec, a: Tensor | Unquantized, b: Operand, args: GemmArgs, prefer: str | None) -> Tensor:
+    reason = "the number of rows is not known here: the kernel is chosen in each call"
+    record(spec, "chosen when it runs", {kernel.name: reason for kernel in GEMM})
+    cast = a.cast if isinstance(a, Unquantized) else None
+    names = ("", "", "", "") if cast is None else (
+        cast.format.name, cast.scaling.value, cast.rounding.value,
+        "" if cast.four_over_six is None else cast.four_over_six.value,
+    )  # fmt: skip
+    number = (None, 0.0) if cast is None else (cast.seed, float(cast.amax_epsilon))
+    return product(  # type: ignore[no-any-return]
+        data_of(a), b.data, b.scale, b.global_scale, args.bias, spec.op, b.format.name, list(b.shape), *names, *number,
+        args.out_dtype, float(args.alpha), float(args.beta), forced_kernel() or prefer or "",
+    )  # fmt: skip
+
+
+@custom_ops.define("mxtensor::product")
+def product(
+    x: Tensor, data: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None, op: str, format: str,
+    shape: list[int], cast: str, scaling: str, rounding: str, four_over_six: str, seed: int | None,
+    amax_epsilon: float, out_dtype: torch.dtype, alpha: float, beta: float, prefer: str,
+) -> Tensor:  # fmt: skip
+    """``gemm`` of x (..., M, K), cast to the format ``cast`` unless that is empty, by the operand (data, scale,
+    global_scale) of ``shape`` (..., N, K): (..., M, N), by the kernel that is best for so many rows."""
+    a: GemmOperand = x
+    if cast:
+        a = Unquantized(x, Cast.of(cast, scaling, rounding, seed, amax_epsilon, four_over_six or None))
+    b, args = (
+        Operand(data, scale, global_scale, get_format(format), tuple(shape)),
+        GemmArgs(out_dtype, bias, alpha, beta),
+    )
+    kernel = accepted(plan_of(op, a, b, args, prefer or None))
+    out: Tensor = (kernel.run_traced or kernel.run)(a, b, args)  # the ops of a graph store launches
+    return out.contiguous()
+
+
+@custom_ops.fake_of(product)
+def _(x, data, scale, global_scale, bias, op, format, shape, *rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(*x.shape[:-1], shape[-2], dtype=rest[6])
 
 
 def plan_of(op: str, a: GemmOperand, b: GemmOperand, args: GemmArgs, prefer: str | None = None) -> Plan:
@@ -128,6 +196,11 @@ def grouped_gemm(
     a, b, args = without_lazy_signs(a, b, args)
     spec = _spec(op, a, b, args)
     _check_devices(op, spec.device, data_of(a), args.bias, ends)
+    if isinstance(b, Operand) and b.has_stack_scales:
+        one, unscaled_args, scales = of_groups(b, args)
+        out = grouped_gemm(op, a, one, ends, unscaled_args, prefer)
+        out = times_global_scales(out, [scales_of_rows(scales, ends, a.shape[0])], args)
+        return out if args.bias is None else zero_after(out, ends)
     if has_row_global_scales(a) and not (has_group_scales(a) and has_group_scales(b)):
         unscaled = without_global_scales(a, b, args)
         return times_global_scales(
@@ -146,6 +219,8 @@ def grouped_plan_of(
     op: str, a: GemmOperand, b: GemmOperand, ends: Tensor, args: GemmArgs, prefer: str | None = None
 ) -> Plan:
     """The plan by which ``grouped_gemm`` would run; nothing is logged."""
+    if isinstance(b, Operand) and b.has_stack_scales:
+        b, args, _ = of_groups(b, args)
     if has_row_global_scales(a):
         a, b, args, _ = without_global_scales(a, b, args, casts=False)
     return plan_for(GROUPED, _spec(op, a, b, args), a, b, ends, args, prefer=prefer, facts=_group_facts(a, b, args))
@@ -178,7 +253,7 @@ def grouped_wanted_form(
     kernels, given = (GROUPED, groups.ends) if len(b.shape) == 3 else (GROUPED_WGRAD, groups)
     facts = _group_facts(a, b, args), groups.number
     kernel = plan_for(kernels, _spec(op, a, b, args), a, b, given, args, prefer=prefer, facts=facts).kernel
-    if kernel in (fp8_rows_groups.GROUPED, fp8_rows_groups.GROUPED_WGRAD):
+    if kernel in (fp8_rows_grouped.GROUPED, fp8_rows_grouped.GROUPED_WGRAD):
         return Form.ROWS
     wanted = None if kernel is None else VALUES.get(kernel.name)
     return Form.CODES if wanted is None else wanted(args)

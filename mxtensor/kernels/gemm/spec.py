@@ -1,75 +1,26 @@
-"""What product kernels are called with: ``run(a, b, args)`` computes ``alpha * a @ b^T + beta * bias``."""
+"""What product kernels are called with: ``run(a, b, args)`` computes ``alpha * a @ b^T + beta * bias``.
+
+Also what several of them ask of a call, in one place: reasons to refuse it, and the arguments of those that read codes
+(``small_m``, ``cpu_codes``).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from enum import Enum
-from typing import NamedTuple, TypeAlias
+from collections.abc import Container, Hashable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...core.kernel import Spec
+from ...core.shapes import as_matrix
 from ...core.tracing import is_captured
-from ...numerics.cast import Cast
-from ...numerics.formats import Format
 from ...numerics.operand import Operand
+from ..operands import FakeQuantized, GemmOperand, RowOperand, Unquantized, data_of, has_group_scales
+from ..quantize.to_row_scaled_both import wants_rows
 from .fp8_rows_cache import is_known
-from .row_operand import RowOperand
-
-
-@dataclass(frozen=True)
-class Unquantized:
-    """Plain values and the cast that they still need: each kernel casts them in the form that costs it least.
-
-    Most kernels want codes with scales in a layout of their own, or the rounded values and never the codes.
-    """
-
-    x: Tensor
-    cast: Cast
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.x.shape)
-
-    @property
-    def format(self) -> Format:
-        return self.cast.format
-
-
-class Form(Enum):
-    """What a cast writes: the form in which the product kernels of a device want an operand."""
-
-    CODES = "codes"
-    """an Operand: codes and scales"""
-    VALUES = "values"
-    """a FakeQuantized: the values that the codes stand for"""
-    ROWS = "rows"
-    """a RowOperand: E4M3 codes with one power of two for each row"""
-
-
-@dataclass(frozen=True)
-class FakeQuantized:
-    """Values that a cast to ``format`` has rounded already, not multiplied by the global scale.
-
-    ``values``: (..., rows, K) with any strides; ``global_scale``: see below, or None.
-    """
-
-    values: Tensor
-    global_scale: Tensor | None
-    """float32: a scalar, or the scales of groups or of matrices of a stack, which broadcast to the values"""
-    format: Format
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
-
-
-GemmOperand: TypeAlias = Operand | Unquantized | FakeQuantized | RowOperand | Tensor
-"""One operand of a product, (..., rows, K): codes blocked along K, values that still need a cast, values that a cast
-has rounded, codes under the scales of rows, or plain values."""
 
 
 class GemmArgs(NamedTuple):
@@ -80,22 +31,6 @@ class GemmArgs(NamedTuple):
     bias: Tensor | None = None
     alpha: float = 1
     beta: float = 1
-
-
-def format_of(operand: GemmOperand) -> Format | torch.dtype:
-    """The format in which an operand enters the product; the dtype of plain values."""
-    return operand.dtype if isinstance(operand, Tensor) else operand.format
-
-
-def data_of(operand: GemmOperand) -> Tensor:
-    """The tensor of an operand that has its device, and that is traced if the operand is."""
-    if isinstance(operand, Tensor):
-        return operand
-    if isinstance(operand, Unquantized):
-        return operand.x
-    if isinstance(operand, RowOperand):
-        return operand.codes
-    return operand.data if isinstance(operand, Operand) else operand.values
 
 
 def without_lazy_signs(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> tuple[GemmOperand, GemmOperand, GemmArgs]:
@@ -145,9 +80,13 @@ def facts_of(a: GemmOperand, b: GemmOperand, args: GemmArgs) -> Hashable:
     )
 
 
-def has_group_scales(side: GemmOperand) -> bool:
-    """Whether groups of an operand, or matrices of a stack, have global scales of their own."""
-    return isinstance(side, FakeQuantized) and side.global_scale is not None and side.global_scale.dim() > 0
+FRESH = ("fprop", "dgrad", "wgrad")
+"""Products whose right operand is cast anew in each step, so that no form of it is cached."""
+
+
+def is_cast_for_training(spec: Spec, a: GemmOperand, b: GemmOperand) -> bool:
+    """Whether both operands are cast in this step to the row-scaled form, each for two products."""
+    return spec.op in FRESH and wants_rows(a, b)
 
 
 def needs_codes(a: GemmOperand, b: GemmOperand, or_rows: bool = False) -> str | None:
@@ -210,3 +149,18 @@ def zero_after(out: Tensor, ends: Tensor) -> Tensor:
     """A grouped product with zeros in the rows after the end of the last group, which stays on the device."""
     row = torch.arange(out.shape[0], device=out.device)
     return torch.where((row < ends.narrow(0, ends.shape[0] - 1, 1)).unsqueeze(-1), out, 0)
+
+
+def as_rows(x: Tensor, dense: bool = False) -> Tensor:
+    """Activations (..., K) as a matrix (M, K) of contiguous rows; ``dense``: without gaps between them, too."""
+    if x.dim() != 2:
+        x = as_matrix(x)
+    if not x.is_contiguous() and (dense or x.stride(1) != 1 or x.stride(0) < x.shape[1]):
+        x = x.contiguous()
+    return x
+
+
+def readable_bias(args: GemmArgs, shape: tuple[int, ...], dtypes: Container[torch.dtype]) -> Tensor | None:
+    """``flat_bias`` of a product of this shape, in float32 if its dtype is none of those that the kernel reads."""
+    bias = flat_bias(args, shape)
+    return bias.float() if bias is not None and bias.dtype not in dtypes else bias

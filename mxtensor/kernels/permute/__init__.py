@@ -1,4 +1,4 @@
 """Permutations of mixtures of experts (MoE): rows of tokens sorted by expert and put back: maps, copies and sums.
 
-Start with ``reference.py`` (the definition) and ``select.py``. ``triton_rows.py`` launches the Triton kernels.
+Start with ``definition.py`` and ``choose_permutation.py``. ``triton_permute.py`` launches the Triton kernels.
 """

@@ -9,7 +9,7 @@ from ...core import custom_ops
 from ...core.kernel import Spec
 from ...core.tracing import is_traced
 from ..runtime import triton_launch
-from ..runtime.check import check_argument, check_device
+from ..runtime.custom_op import check_argument, check_device
 from ..runtime.triton_launch import device_code, launch, on
 
 LONGEST = 4096
@@ -24,7 +24,9 @@ def advance(history: Tensor, record: Tensor, amax: Tensor, multiplier: float, ne
     """
     spec = Spec("advance history", (tuple(history.shape),), (history.dtype,), history.dtype, history.device)
     if triton_launch.missing(spec) is not None or history.shape[0] > LONGEST:
-        out = _advance(history, record, amax, multiplier, newest)
+        moved = torch.cat([record.unsqueeze(0), history[:-1]])
+        largest = moved[0] if newest else moved.amax(0)
+        out = moved, torch.where((largest > 0) & largest.isfinite(), largest * multiplier, amax)
     else:
         out = (advance_op if is_traced(history) else _on_device)(history, record, amax, multiplier, newest)
     record.zero_()
@@ -36,7 +38,7 @@ def _on_device(history: Tensor, record: Tensor, amax: Tensor, multiplier: float,
     out, following = torch.empty_like(history), torch.empty_like(amax)
     with on(history.device):
         launch(
-            device_code("amax_history.advance_history"),
+            device_code("quantize.advance_history"),
             1,
             (history, record, amax, out, following, rows),
             (newest, multiplier, columns, max(16, 1 << (rows - 1).bit_length())),
@@ -62,9 +64,3 @@ def advance_op(history: Tensor, record: Tensor, amax: Tensor, multiplier: float,
 @custom_ops.fake_of(advance_op)
 def _(history, record, amax, multiplier, newest):  # type: ignore[no-untyped-def]
     return torch.empty_like(history), torch.empty_like(amax)
-
-
-def _advance(history: Tensor, record: Tensor, amax: Tensor, multiplier: float, newest: bool) -> tuple[Tensor, Tensor]:
-    out = torch.cat([record.unsqueeze(0), history[:-1]])
-    largest = out[0] if newest else out.amax(0)
-    return out, torch.where((largest > 0) & largest.isfinite(), largest * multiplier, amax)

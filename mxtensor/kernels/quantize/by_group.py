@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ...core import custom_ops
 from ...core.kernel import Kernel, Spec
+from ...core.repeated import recorded
 from ...core.select import perform
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, get_format
 from ...numerics.groups import scaled_values_of_groups, scales_by_group
-from ..runtime.check import check_argument, check_device
-from ..runtime.recorded_op import recorded
+from ..runtime.custom_op import check_argument, check_device
 from ..runtime.triton_launch import device_code, launch, on
-from . import triton_common
-from .select import cast_spec
+from . import definition, triton_common
+from .choose_cast import cast_spec
 from .triton_common import SOURCES, ceil_div, code_of, seed_of
 from .triton_ops import cast_arguments
 
@@ -30,14 +30,10 @@ Quantized = tuple[Tensor, Tensor]
 """``scaled_values_of_groups``: values, and the scales of their groups."""
 
 
-def _dtype(cast: Cast) -> torch.dtype:
-    """The dtype of the values."""
-    return cast.format.element.dtype if cast.format.block[0] == FULL else torch.bfloat16
-
-
 def _values(x: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     """The values of x (rows, cols) or (matrices, rows, cols)."""
-    out = torch.empty(x.shape, dtype=_dtype(cast), device=x.device)
+    dtype = cast.format.element.dtype if cast.format.block[0] == FULL else torch.bfloat16
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     stack, size = x if x.dim() == 3 else x.unsqueeze(0), max(cast.format.block[1], SPAN)
     if stack.stride(2) != 1 and stack.stride(1) != 1:
         stack = stack.contiguous()
@@ -48,7 +44,7 @@ def _values(x: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     high, wide, warps = FLIPPED_TILE if flipped else TILE
     with on(x.device):
         launch(
-            device_code("quantize_by_group.quantize_by_group"),
+            device_code("quantize.quantize_by_group"),
             matrices * ceil_div(rows, high) * ceil_div(cols, wide),
             (
                 stack, out.view(torch.uint8) if out.element_size() == 1 else out, of_blocks, seed_of(cast, x.device),
@@ -101,13 +97,9 @@ def _run_traced(x: Tensor, cast: Cast, amax: Tensor) -> Quantized:
     return values, scales
 
 
-def _no_refusal(*_: object) -> None:
-    return None
-
-
 BY_GROUP = (
     Kernel("triton", _refuses, _run, "cuda", _run_traced),
-    Kernel("reference", _no_refusal, scaled_values_of_groups),
+    Kernel("reference", definition.refuses, scaled_values_of_groups),
 )
 """``run(x, cast, amax)``: values and scales."""
 

@@ -1,29 +1,77 @@
 """Both copies of a matrix in one pass in CUDA C++: codes and scales of its rows, codes and scales of its columns.
 
-Device code: ``kernels/cuda/cast_both.cu``. Kernels of the tuples and the op of traced code: ``cuda_both_ops.py``.
+Device code: ``kernels/cuda/cast_both.cu``. The cast is a direct call in eager code, ``mxtensor::cast_both`` in traced
+code.
 """
 
 from __future__ import annotations
 
 import struct
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...core import custom_ops
 from ...core.devices import device_capability
-from ...core.kernel import Spec
+from ...core.kernel import Kernel, Spec
 from ...core.names import dtype_name
+from ...core.repeated import recorded
 from ...numerics.cast import Cast
-from ...numerics.formats import E8M0, UE4M3, Rounding
+from ...numerics.formats import E8M0, UE4M3, Format, Rounding, get_format
 from ...numerics.operand import Operand
+from ..operands import Form
 from ..runtime import nvrtc, triton_launch
-from ..runtime.availability import no_cuda_sources
-from ..runtime.cuda_launch import launch
-from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants, copy_size
-from .cuda_tiles import Tile, shared_bytes, tile_for
-from .triton_common import amax_of, ceil_div, empty, needs_amax, operand_of, rows_of
+from ..runtime.custom_op import check_argument, check_device
+from ..runtime.host_calls import launch_kernel
+from ..runtime.nvrtc import ELEMENTS, RESERVED, TYPES, cast_constants, copy_size, no_cuda_sources
+from .triton_common import amax_of, ceil_div, empty, operand_of, rows_of
+from .triton_ops import both_operands, fake_operands, tensors_of
+
+SHARED_BYTES = 233472
+"""Shared memory of a multiprocessor of sm_90 for blocks."""
+
+
+class Tile(NamedTuple):
+    """Each field is a macro of ``cuda/cast_both.cu``: ``tile_rows`` and so on."""
+
+    rows: int
+    cols: int
+    threads: int
+    blocks: int
+    """blocks that must fit on one multiprocessor; this limits the registers of a thread"""
+    stages: int
+    """tiles in shared memory"""
+    strip: int
+    """tiles that a block casts, one beside the other"""
+
+
+TILE = Tile(128, 128, 256, 4, 1, 1)
+"""The tile from 16-bit values: the fastest of 13 on an H100, with every format."""
+BLOCKS_WANTED = 512
+"""A matrix that has fewer blocks than this with whole strips gets shorter strips."""
+
+
+def tile_for(format: Format, value_bytes: int, rows: int, cols: int) -> Tile:
+    """The tile for a matrix; from float32 it has half the columns, so that it takes as much memory."""
+    wide = max(TILE.cols * 2 // value_bytes, format.block[1])
+    tile = TILE._replace(cols=wide, rows=max(TILE.rows, format.block[1]))
+    strip, high = tile.strip, -(-rows // tile.rows)
+    while strip > 1 and high * -(-cols // (wide * strip)) < BLOCKS_WANTED:
+        strip //= 2
+    tile = tile._replace(strip=strip)
+    return tile._replace(blocks=min(tile.blocks, SHARED_BYTES // (shared_bytes(tile, format, value_bytes) + RESERVED)))
+
+
+def shared_bytes(tile: Tile, format: Format, value_bytes: int) -> int:
+    """Shared memory of a block: tiles, and the scales of its rows and of the columns of one tile."""
+    values = tile.rows * tile.cols
+    return tile.stages * values * value_bytes + (tile.strip + 1) * values // format.block[1]
+
+
+# ---------------------------------------------------------------------------------------------- the cast
+
 
 SOURCES = ("machine.cuh", "elements.cuh", "casts.cuh", "codes.cuh", "cast_tile.cuh", "cast_both.cu")
 ARGUMENTS = struct.Struct("8Q8I")
@@ -54,7 +102,7 @@ def refuses(spec: Spec, x: Tensor, cast: Cast) -> str | None:
     if 0 in spec.shapes[0]:
         return "the tensor is empty"
     reason = why_not(cast, spec.dtype) or no_cuda_sources(spec)
-    if reason is None and needs_amax(cast.format):
+    if reason is None and cast.format.has_tensor_scale:
         reason = triton_launch.missing(spec)  # a pass of Triton for the amax comes first
     return reason
 
@@ -108,10 +156,10 @@ def _cast_both(
         copy_size(column_scales.shape[1], tile.rows // format.block[1]),
     )
     even = pieces[0] == 16 and rows % tile.rows == 0 and cols % tile.cols == 0
-    amax = amax_of(x) if needs_amax(format) else None
+    amax = amax_of(x) if format.has_tensor_scale else None
     global_scale = x.new_empty((), dtype=torch.float32) if format.global_scale else None
     widths = (t.shape[1] for t in (codes, scales, columns, column_scales))
-    launch(
+    launch_kernel(
         _kernel(x.device, cast, x.dtype, tile, even, pieces),
         ceil_div(rows, tile.rows) * strips,
         shared_bytes(tile, format, size),
@@ -120,10 +168,10 @@ def _cast_both(
     return global_scale
 
 
-def quantize_both(x: Tensor, cast: Cast, given: Tile | None = None) -> tuple[Operand, Operand]:
+def quantize_both(x: Tensor, cast: Cast, *forms: object, given: Tile | None = None) -> tuple[Operand, Operand]:
     """The operands of a matrix and of its transpose in one pass; for a global scale after a pass for the amax.
 
-    ``given``: the tile, else that of ``cuda_tiles``.
+    ``forms``: those of ``choose_pair.cast_pair``, all codes. ``given``: the tile, else that of ``tile_for``.
     """
     format, shape = cast.format, (x.shape[0], x.shape[1])
     transposed = shape[::-1]
@@ -131,3 +179,44 @@ def quantize_both(x: Tensor, cast: Cast, given: Tile | None = None) -> tuple[Ope
     with triton_launch.on(x.device):
         global_scale = _cast_both(rows_of(x), cast, rowwise, columnwise, given)
     return operand_of(rowwise, global_scale, format, shape), operand_of(columnwise, global_scale, format, transposed)
+
+
+# ---------------------------------------------------------------------------------------------- custom op and kernels
+
+
+@custom_ops.define("mxtensor::cast_both")
+@recorded
+def cast_both_op(x: Tensor, format: str, scaling: str) -> list[Tensor]:
+    """``quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
+    op, cast = "mxtensor::cast_both", Cast.of(format, scaling)
+    check_argument(op, "x", x, tuple(TYPES), (None, None), x.device)
+    check_device(op, x)
+    reason = why_not(cast, x.dtype)
+    if reason is not None:
+        raise ValueError(f"{op} cannot cast to {cast.format}: {reason}")
+    return tensors_of(quantize_both(x, cast))
+
+
+@custom_ops.fake_of(cast_both_op)
+def _(x, format, scaling):  # type: ignore[no-untyped-def]
+    return fake_operands(x, get_format(format), [tuple(x.shape), (x.shape[1], x.shape[0])])
+
+
+def _traced(x: Tensor, cast: Cast, *forms: object) -> tuple[Operand, Operand]:
+    return both_operands(cast_both_op(x.detach(), cast.format.name, cast.scaling.value), cast, x.shape)
+
+
+# ---------------------------------------------------------------------------------------------- pairs of forms
+
+
+def _refuses_pair(
+    spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
+    amax: Tensor | None, record: Tensor | None,
+) -> str | None:  # fmt: skip
+    if rowwise is not Form.CODES or columnwise is not Form.CODES:
+        return "casts to codes, both ways"
+    return refuses(spec, x, cast)
+
+
+QUANTIZE_BOTH = Kernel("cuda", refuses, quantize_both, "cuda", _traced)
+PAIR = Kernel("cuda", _refuses_pair, quantize_both, "cuda", _traced)

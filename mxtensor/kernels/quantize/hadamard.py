@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import recording
+from ...core.staying import staying
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.operand import Rotated
-from .select import quantize_operand
+from .choose_cast import quantize_operand
 
 GROUP = 16
 
@@ -25,7 +26,9 @@ def _matrix(signs: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(rows, dtype=dtype, device=device)
 
 
-_cached_matrix = cache(_matrix)
+@cache
+def _cached_matrix(signs: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return staying(device, lambda: _matrix(signs, device, dtype))
 
 
 def rotated(x: Tensor, signs: int) -> Tensor:

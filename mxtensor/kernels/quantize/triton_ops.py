@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ...core import custom_ops
 from ...core.kernel import Kernel
+from ...core.repeated import recorded
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format, get_format
 from ...numerics.operand import Operand
-from ..gemm.spec import FakeQuantized, Form, GemmOperand
-from ..runtime.check import check_argument, check_codes, check_device, check_scalars
-from ..runtime.recorded_op import recorded
-from . import triton_pair, triton_rows
+from ..operands import FakeQuantized, Form, GemmOperand
+from ..runtime.custom_op import check_argument, check_codes, check_device, check_scalars
+from . import triton_columns, triton_rows
 from .triton_common import SOURCES, is_transposed_matrix
 
 
@@ -87,11 +87,11 @@ def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-unty
 def quantize_both_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
 ) -> list[Tensor]:
-    """``triton_rows.quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
+    """``triton_columns.quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
     cast = Cast.of(format, scaling, rounding, seed, amax_epsilon)
     _check_rows("mxtensor::quantize_both", cast.format)
     _check("mxtensor::quantize_both", x, 2)
-    return tensors_of(triton_rows.quantize_both(x, cast))
+    return tensors_of(triton_columns.quantize_both(x, cast))
 
 
 @custom_ops.fake_of(quantize_both_op)
@@ -112,8 +112,8 @@ def fake_quantize_op(
 
 @custom_ops.fake_of(fake_quantize_op)
 def _(x, format, scaling, rounding, seed, amax_epsilon, dtype):  # type: ignore[no-untyped-def]
-    out = [x.new_empty(x.shape, dtype=dtype)]
-    return [*out, x.new_empty((), dtype=torch.float32)] if get_format(format).global_scale else out
+    out, row = [x.new_empty(x.shape, dtype=dtype)], get_format(format)
+    return [*out, x.new_empty(row.global_scale_shape(x.shape), dtype=torch.float32)] if row.global_scale else out
 
 
 @custom_ops.define("mxtensor::cast_pair")
@@ -131,7 +131,7 @@ def cast_pair_op(
     amax: Tensor | None,
     recorded: bool,
 ) -> list[Tensor]:
-    """``triton_pair.pair`` of a matrix: codes and scales or values of rows, then of columns, then the global scale.
+    """``triton_columns.pair`` of a matrix: codes and scales or values of rows, then of columns, then the global scale.
 
     Columnwise values have the layout of x. ``rowwise`` and ``columnwise`` are values of ``Form``. If ``recorded``, the
     amax of x comes after everything else.
@@ -144,7 +144,7 @@ def cast_pair_op(
         _check_rows("mxtensor::cast_pair", cast.format, column is not None)
     check_scalars("mxtensor::cast_pair", "amax", [amax], x.device)
     components, global_scale = [], None
-    for copy in triton_pair.pair(x, cast, row, column, dtype, amax, record):
+    for copy in triton_columns.pair(x, cast, row, column, dtype, amax, record):
         if copy is not None:
             assert isinstance(copy, (Operand, FakeQuantized))
             components += [copy.values] if isinstance(copy, FakeQuantized) else [copy.data, copy.scale]
@@ -243,7 +243,7 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> Any:
 
 
 QUANTIZE = Kernel("triton", triton_rows.refuses_quantize, triton_rows.quantize, "cuda", _quantize)
-QUANTIZE_BOTH = Kernel("triton", triton_rows.refuses_both, triton_rows.quantize_both, "cuda", _quantize_both)
+QUANTIZE_BOTH = Kernel("triton", triton_columns.refuses_both, triton_columns.quantize_both, "cuda", _quantize_both)
 FAKE_QUANTIZE = Kernel("triton", triton_rows.refuses_fake_quantize, triton_rows.fake_quantize, "cuda", _fake_quantize)
-PAIR = Kernel("triton", triton_pair.refuses_pair, triton_pair.pair, "cuda", _pair)
+PAIR = Kernel("triton", triton_columns.refuses_pair, triton_columns.pair, "cuda", _pair)
 DEQUANTIZE = Kernel("triton", triton_rows.refuses_dequantize, triton_rows.dequantize, "cuda", _dequantize)

@@ -15,30 +15,33 @@ from torch import Tensor
 from ...core.kernel import Spec
 from ...core.names import dtype_name
 from ...numerics.cast import Cast
+from ...numerics.derived import swizzled_shape
 from ...numerics.formats import FULL, Format
 from ...numerics.operand import Operand
-from ...numerics.swizzle import swizzled_shape
 from ...numerics.validate import check_sizes
+from ..operands import by_matrix
 from ..runtime import triton_launch
 from ..runtime.triton_launch import device_code, launch, on
-from . import triton_tiles as tiles
 from .triton_columns import encode_columns, round_tiles, rounds_in_words
 from .triton_common import (
+    DECODE_TILES,
+    FULL_ROW_TILE,
+    PAIR_TILE,
+    ROW_TILES,
     SOURCES,
+    CastCode,
     amax_of,
     ceil_div,
     code_of,
     empty,
+    format_code,
     in_pairs,
     is_transposed_matrix,
-    needs_amax,
     operand_of,
     refuses,
     rows_of,
     seed_of,
-    slow_in_one_pass,
 )
-from .triton_constants import CastCode, format_code
 
 # ---------------------------------------------------------------------------------------------- quantize
 
@@ -65,7 +68,7 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swiz
     If ``scale`` is None, the fake-quantized values are written to ``out``, in its dtype, instead of codes.
     """
     format, code, seed = cast.format, code_of(cast, x.device), seed_of(cast, x.device)
-    amax = amax_of(x) if needs_amax(format) else None
+    amax = amax_of(x) if format.has_tensor_scale else None
     global_scale = x.new_empty((), dtype=torch.float32) if format.global_scale else None
     one = _Cast(x, out, scale, code, seed, amax, global_scale, swizzled)
     pairs = seed is None and in_pairs(x)
@@ -85,7 +88,7 @@ def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swiz
 def _encode_full_rows(c: _Cast) -> None:
     """One scale for each row."""
     rows, cols = c.x.shape
-    span, warps = tiles.FULL_ROWS
+    span, warps = FULL_ROW_TILE
     width = min(span * 4, max(128, 1 << (cols - 1).bit_length()))
     whole = width >= cols
     width, warps = (width, min(warps, max(1, width // 512))) if whole else (span, warps)
@@ -117,10 +120,10 @@ def _encode_squares(c: _Cast) -> None:
 
 def _encode_pairs(c: _Cast) -> None:
     """4-bit codes of bfloat16 values, two at a time."""
-    high, wide, warps = tiles.PAIRS
+    high, wide, warps = PAIR_TILE
     rows, words = c.x.shape[0], c.x.shape[1] // 2
     launch(
-        device_code("quantize_fp4.quantize_rows_fp4"),
+        device_code("quantize.quantize_rows_fp4"),
         ceil_div(rows, high) * ceil_div(words, wide),
         (
             c.x, c.out, c.scale, c.amax, c.global_scale, rows, words, c.x.stride(0) // 2, c.out.shape[-1],
@@ -133,7 +136,7 @@ def _encode_pairs(c: _Cast) -> None:
 
 def _encode_rows(c: _Cast) -> None:
     """Blocks along rows, or one scale for the tensor."""
-    high, wide, warps = tiles.ROWS[c.x.element_size()]
+    high, wide, warps = ROW_TILES[c.x.element_size()]
     rows, cols = c.x.shape
     launch(
         device_code("quantize.quantize_rows"),
@@ -153,6 +156,7 @@ def _one_by_one(x: Tensor, format: Format) -> bool:
     return x.dim() > 2 and square and x.shape[-2] % format.block[0] != 0
 
 
+@by_matrix
 def quantize(x: Tensor, cast: Cast) -> Operand:
     """``reference.encode`` of a CUDA tensor."""
     format, shape = cast.format, tuple(x.shape)
@@ -169,16 +173,6 @@ def quantize(x: Tensor, cast: Cast) -> Operand:
             data = components[0] if rows is x else components[0].view(rows.shape[0], -1)
             global_scale = encode_matrix(rows, cast, data, components[1], False)
     return operand_of(components, global_scale, format, shape)
-
-
-def quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    """The operands of a matrix and of its transpose in one pass."""
-    format, shape = cast.format, tuple(x.shape)
-    transposed = (shape[1], shape[0])
-    rowwise, columnwise = empty(x, format, shape), empty(x, format, transposed)
-    with on(x.device):
-        global_scale = encode_columns(rows_of(x), cast, rowwise, columnwise)
-    return operand_of(rowwise, global_scale, format, shape), operand_of(columnwise, global_scale, format, transposed)
 
 
 def quantize_swizzled(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -199,6 +193,11 @@ def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Te
 
     If x is the transpose of a row-major matrix, so is the result.
     """
+    if x.dim() > 2 and cast.format.scales_matrices:
+        parts = [fake_quantize(matrix, cast, dtype) for matrix in x.flatten(0, -3)]
+        scales = torch.stack([scale for _, scale in parts if scale is not None])
+        whole = torch.stack([values for values, _ in parts]).view(x.shape)
+        return whole, scales.view(cast.format.global_scale_shape(tuple(x.shape)))
     if is_transposed_matrix(x, cast.format):
         transposed = torch.empty(x.t().shape, dtype=dtype, device=x.device)
         with on(x.device):
@@ -223,13 +222,13 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
     code = format_code(format, triton_launch.instructions_of(operand.data.device), global_scale is not None)
     out = torch.empty(shape, dtype=dtype, device=operand.data.device)
     data, scale = operand.data.view(torch.uint8), operand.scale
-    high, wide, warps = tiles.DECODE[code.bits]
+    high, wide, warps = DECODE_TILES[code.bits]
     block_rows, block_cols = (0 if b == FULL else b for b in format.block)
 
-    def decode(data: Tensor, scale: Tensor, out: Tensor) -> None:
+    def decode(data: Tensor, scale: Tensor, out: Tensor, global_scale: Tensor | None = global_scale) -> None:
         rows, cols = out.shape
         launch(
-            device_code("dequantize.dequantize_tiles"),
+            device_code("quantize.dequantize_tiles"),
             ceil_div(rows, high) * ceil_div(cols, wide),
             (data, scale, global_scale, out, rows, cols, data.stride(0), scale.stride(0) if scale.dim() > 1 else 0),
             (code, block_rows, block_cols, high, wide, rows % high == 0 and cols % wide == 0),
@@ -237,7 +236,10 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
         )
 
     with on(out.device):
-        if _one_by_one(out, format):
+        if operand.has_stack_scales:
+            for one, target in zip(operand.matrices(), out.flatten(0, -3), strict=True):
+                decode(rows_of(one.data.view(torch.uint8)), rows_of(one.scale), target, one.global_scale)
+        elif _one_by_one(out, format):
             for part in zip(*(t.flatten(0, -3) for t in (data, scale, out)), strict=True):
                 decode(*map(rows_of, part))
         else:
@@ -249,17 +251,6 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
-    return cast.why_not_plain or refuses(spec)
-
-
-def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
-    rows, cols = cast.format.block
-    if rows != 1 or cols == FULL:
-        return "makes both copies of blocks along rows only"
-    if x.dim() != 2:
-        return "matrices only"
-    if slow_in_one_pass(cast):
-        return "two casts are faster"
     return cast.why_not_plain or refuses(spec)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .native_build import load
-from .native_ops import HEADERS, torch_flags
+from .native_build import OP_HEADERS, load, torch_flags
 
 SOURCE = Path(__file__).parent.parent / "cpu" / "graph_op.cpp"
 SYMBOLS = tuple(f"mx_graph_{name}" for name in ("begin", "kernel", "wants", "take", "refuse", "drop", "free"))
@@ -34,7 +33,7 @@ address."""
 @cache
 def library() -> ctypes.CDLL | str:
     """The compiled recorder, or the reason why it is not available."""
-    lib = load(SOURCE, torch_flags(), HEADERS, SYMBOLS)
+    lib = load(SOURCE, torch_flags(), OP_HEADERS, SYMBOLS)
     if not isinstance(lib, str):
         lib.mx_graph_kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         lib.mx_graph_refuse.argtypes = [ctypes.c_char_p]

@@ -14,7 +14,7 @@
 #define MOST_ARGUMENTS 64
 #define MOST_BYTES 4096
 #define MOST_ADDRESSES 32
-#define MAP_BYTES 128  // of a tensor map, as in tensor_map.py
+#define MAP_BYTES 128  // of a tensor map, as in cuda_driver.py
 #define MAP_ALIGNMENT 64
 
 // ------------------------------------------------------------------------------------------------ what both share

@@ -3,11 +3,18 @@
 ``host_calls.c`` carries them out; it is compiled once per machine, like Triton's own launchers. Without a compiler, or
 without Python's headers, ``PythonLaunches`` does the same through ctypes, which takes the host twice as long, and
 products are torch's.
+
+Triton's own launch takes all arguments, constants included, and Python around a function in C: 9 us of the host on the
+machine of an H100. A recorded launch differs from call to call in its addresses only. They are written to a block of
+arguments that was made once, and the driver is called. The driver knows the sizes of a kernel's parameters
+(cuFuncGetParamInfo, CUDA 12.4): if they are not those of the block, as with a Triton that passes its arguments in
+another way, ``of_compiled`` gives None and Triton launches.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 import sysconfig
 import threading
@@ -18,12 +25,13 @@ from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.cuda import check_error
 
-from .cuda_driver import LaunchSettings, driver, use_context
+from ...core import recording
+from .cuda_driver import ALIGNMENT, Argument, LaunchSettings, TensorMap, driver, use_context
 from .disk_cache import warn_once
 from .native_build import load
-from .tensor_map import ALIGNMENT
 
 SOURCE = Path(__file__).parent / "host_calls.c"
 NAME = "mxtensor_host_calls"
@@ -169,3 +177,193 @@ class PythonLaunches:
                 status = status or self._launch(reference, kernel, pointers, None)
                 if status:
                     self._on_error(status)
+
+
+# ---------------------------------------------------------------------------------------------- kernels of NVRTC
+
+
+KernelCall = tuple[Any, tuple[int, int], int, Sequence[Argument]]
+"""The kernel, its blocks along x and y, its bytes of shared memory, and its arguments. ``Step`` is the same,
+packed."""
+WINDOW = 1 << 50
+"""An argument less than this many bytes above a base is an address that moves with it. No memory has addresses from
+``WINDOW`` on: they are the bases while arguments are packed."""
+
+
+class _At:
+    """What stands for a tensor of this layout while arguments are packed: it has an address, and no memory."""
+
+    def __init__(self, t: Tensor, address: int) -> None:
+        self.shape, self.device, self.dtype = t.shape, t.device, t.dtype
+        self._stride, self._address, self._size = t.stride(), address | t.data_ptr() & 15, t.element_size()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self._stride if dim is None else self._stride[dim]
+
+    def element_size(self) -> int:
+        return self._size
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+def moved_arguments(steps: Sequence[KernelCall], bases: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """(index of the step, of the argument, of its base, bytes above the base) of every argument that is an address, or
+    the map of a tensor at an address, relative to one of ``bases``."""
+    return [
+        (step, at, base, address - bases[base])
+        for step, (*_, arguments) in enumerate(steps)
+        for at, value in enumerate(arguments)
+        for address in [value.address if isinstance(value, TensorMap) else value]
+        for base in range(len(bases))
+        if isinstance(address, int) and 0 <= address - bases[base] < WINDOW
+    ]
+
+
+def packed(steps: Sequence[KernelCall], bases: Sequence[int]) -> Run:
+    """``run(stream, *addresses)``: the launches one after the other, with these addresses in the place of ``bases``."""
+    moved: list[list[tuple[int, int, int]]] = [[] for _ in steps]
+    maps: list[list[tuple[int, int, int]]] = [[] for _ in steps]
+    for step, at, base, above in moved_arguments(steps, bases):
+        kernel, *_, arguments = steps[step]
+        places = maps if isinstance(arguments[at], TensorMap) else moved
+        places[step].append((kernel.offset_of(at), base, above))
+    made, owners = [], []
+    for i, (kernel, grid, memory, arguments) in enumerate(steps):
+        given = [a._replace(address=0) if isinstance(a, TensorMap) else a for a in arguments]  # moved before use
+        step, attributes = kernel.step(*grid, memory, given)
+        made.append(step._replace(moved=tuple(moved[i]), maps=tuple(maps[i])))
+        owners.append((kernel, attributes))
+    run = launches(len(bases), made, owners)
+    assert run is not None, "more addresses than host_calls.py allows"
+    return run
+
+
+def launch_steps(steps: Callable[..., Sequence[KernelCall]], tensors: Sequence[Tensor | None]) -> None:
+    """Make the launches ``steps(*tensors)``, on the current stream of the current device.
+
+    ``steps`` reads shapes, strides, dtypes and addresses; its arguments depend on addresses by sums only.
+    """
+    recorder = recording.active()
+    if recorder is None:
+        _launch(steps(*tensors))
+        return
+    with recorder.paused():
+        _launch(steps(*tensors))
+        stand_ins = [None if t is None else _At(t, WINDOW * (i + 1)) for i, t in enumerate(tensors)]
+        run = packed(steps(*stand_ins), [t.data_ptr() for t in stand_ins if t is not None])
+    recorder.launch(recording.Launch(run, (), (), tuple(t for t in tensors if t is not None)))
+
+
+def _launch(steps: Sequence[KernelCall]) -> None:
+    for kernel, grid, memory, arguments in steps:
+        kernel(*grid, memory, arguments)
+
+
+def launch_kernel(kernel: Any, blocks: int, memory: int, arguments: Sequence[Tensor | int | None]) -> None:
+    """Run ``blocks`` blocks of a kernel of ``nvrtc.function``, each with ``memory`` bytes of shared memory.
+
+    A tensor among the arguments stands for its address, None for the address 0.
+    """
+    tensors = [a for a in arguments if isinstance(a, Tensor)]
+
+    def steps(*tensors: Any) -> list[KernelCall]:
+        rest = iter(tensors)
+        return [
+            (
+                kernel,
+                (blocks, 1),
+                memory,
+                [next(rest).data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments],
+            )
+        ]
+
+    launch_steps(steps, tensors)
+
+
+# ---------------------------------------------------------------------------------------------- kernels of Triton
+
+
+SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
+"""Types of integers in the signatures of Triton -> bytes of the parameter."""
+SCRATCH = 2
+"""Pointers to memory of Triton's that follow the arguments: null, because these kernels ask for none."""
+SLOT = 8
+
+
+def _leaves(kinds: Any) -> list[Any]:
+    """The kinds in a signature; a tuple stands for an argument that is one."""
+    return [leaf for kind in kinds for leaf in (_leaves(kind) if isinstance(kind, tuple) else (kind,))]
+
+
+def parameters(signature: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[int, int | None]] | None:
+    """(bytes, value of an integer or None for an address) of each parameter; None if one is of an unknown kind.
+
+    ``signature``: Triton's kinds of all arguments, "*bf16", "i32" or "constexpr"; ``arguments``: those that come first,
+    which are not constants by name.
+    """
+    found: list[tuple[int, int | None]] = []
+    for kind, value in zip(signature, arguments, strict=False):
+        if kind == "constexpr":
+            continue
+        if isinstance(kind, str) and kind.startswith("*") and isinstance(value, Tensor):
+            found.append((SLOT, None))
+        elif kind in SIZES and type(value) is int:
+            found.append((SIZES[kind], value))
+        else:
+            return None
+    rest = _leaves(signature[len(arguments) :])
+    return found if all(kind == "constexpr" for kind in rest) else None
+
+
+def _agrees(handle: int, sizes: Sequence[int]) -> bool:
+    """Whether the driver knows a kernel with parameters of these sizes, and no others."""
+    ask = getattr(driver(), "cuFuncGetParamInfo", None)
+    if ask is None:
+        return False
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    for i, wanted in enumerate(sizes):
+        if ask(ctypes.c_void_p(handle), ctypes.c_size_t(i), ctypes.byref(offset), ctypes.byref(size)):
+            return False
+        if size.value != wanted:
+            return False
+    beyond = ctypes.c_size_t(len(sizes))
+    return bool(ask(ctypes.c_void_p(handle), beyond, ctypes.byref(offset), ctypes.byref(size)))
+
+
+def native_launch(
+    handle: int, programs: int, threads: int, memory: int, sizes: Sequence[tuple[int, int | None]]
+) -> Run | None:
+    """A launch of one kernel with one grid, whose integers never change: ``run(stream, *addresses)``, in the order of
+    the kernel's parameters."""
+    block = b"".join(struct.pack("<q", value or 0) for _, value in sizes) + bytes(SLOT * SCRATCH)
+    offsets = tuple(range(0, len(block), SLOT))
+    addresses = [at for at, (_, value) in zip(offsets, sizes, strict=False) if value is None]
+    moved = tuple((at, base, 0) for base, at in enumerate(addresses))
+    step = Step(handle, programs, 1, 1, threads, memory, 0, 0, block, offsets, moved)
+    return launches(len(addresses), [step])
+
+
+def of_compiled(compiled: Any, programs: int, arguments: Sequence[Any]) -> tuple[Run, tuple[Tensor, ...]] | None:
+    """The launch of what Triton compiled, and the tensors among ``arguments`` whose addresses it takes; None if only
+    Triton can launch it."""
+    launcher = compiled.run
+    if type(launcher).__name__ != "CudaLauncher" or compiled.metadata.num_ctas != 1:
+        return None
+    metadata = compiled.metadata
+    scratch = (getattr(launcher, name, 0) for name in ("global_scratch_size", "profile_scratch_size"))
+    special = (getattr(launcher, name, False) for name in ("launch_cooperative_grid", "launch_pdl"))
+    if any(scratch) or any(special):
+        return None
+    sizes = parameters([*compiled.src.signature.values()], arguments)
+    if sizes is None or not _agrees(compiled.function, [*(size for size, _ in sizes), *([SLOT] * SCRATCH)]):
+        return None
+    kinds = compiled.src.signature.values()
+    tensors = tuple(
+        t for t, kind in zip(arguments, kinds, strict=False) if isinstance(t, Tensor) and kind != "constexpr"
+    )
+    run = native_launch(compiled.function, programs, 32 * metadata.num_warps, metadata.shared, sizes)
+    return None if run is None else (run, tensors)

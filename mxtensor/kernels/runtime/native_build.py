@@ -1,4 +1,7 @@
-"""C++ sources: compiled once per machine by the system's compiler, cached on disk, loaded through ctypes."""
+"""C++ sources: compiled once per machine by the system's compiler, cached on disk, loaded through ctypes.
+
+Also here: how ops of torch in C++ are compiled against this torch, and graphs that have one from another machine.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from .disk_cache import find, forget, store, warn_once
 
@@ -76,3 +83,41 @@ def _loaded(path: Path, symbols: Sequence[str]) -> ctypes.CDLL | str:
         return f"{path} cannot be loaded ({error})"
     missing = [symbol for symbol in symbols if not hasattr(library, symbol)]
     return f"{path} lacks {', '.join(missing)}" if missing else library
+
+
+# ---------------------------------------------------------------------------------------------- ops of torch
+
+
+CPU_SOURCES = Path(__file__).parent.parent / "cpu"
+OP_HEADERS = tuple(CPU_SOURCES / name for name in ("format.h", "problem.h", "op_check.h", "op_recorder.h"))
+"""The headers of all of them."""
+OP_FLAGS = ("-O2", "-DNDEBUG", "-std=c++20", "-shared", "-fPIC")
+"""NDEBUG as torch is built: without it some of torch's classes have other members."""
+
+
+def torch_flags() -> tuple[str, ...]:
+    """How a library is compiled against this torch: its headers, and its libraries, which are loaded already.
+
+    ``at::parallel_for`` uses torch's threads only where it is compiled with OpenMP, as torch was; the OpenMP that torch
+    has loaded serves both.
+    """
+    root = Path(torch.__file__).parent
+    threads = ("-fopenmp",) if sys.platform == "linux" and torch.backends.openmp.is_available() else ()
+    linker = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-Wl,--no-as-needed",)
+    return (
+        *OP_FLAGS, *threads, f"-I{root / 'include'}", f"-L{root / 'lib'}", *linker, "-ltorch_cpu",
+        "-lc10", f'-DMX_TORCH="{torch.__version__}"',
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    )  # fmt: skip
+
+
+def refuse_first_call(op: str, x: Tensor, missing: Callable[[], str | None]) -> None:
+    """Raise if an op cannot run here: on another device, or without its library, which ``missing`` loads.
+
+    The library registers the op; a compiled graph from torch's cache may come before anything has loaded it.
+    """
+    if x.device.type != "cpu":
+        raise ValueError(f"{op} needs tensors on the CPU, not on {x.device}; use .cpu()")
+    why = missing()
+    if why is not None:
+        raise RuntimeError(f"{op} is in a graph that was compiled elsewhere, and {why}")

@@ -22,10 +22,14 @@ from torch.cuda import check_error
 
 from ...core import compat, recording
 from ...core.devices import cached, device_capability
-from .cuda_driver import LaunchAttribute, LaunchSettings, driver, use_context
+from ...core.kernel import Spec
+from ...numerics.cast import Cast
+from ...numerics.elements import ElementFormat
+from ...numerics.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT8
+from .cuda_driver import Argument, LaunchAttribute, LaunchSettings, TensorMap, driver, other_build, use_context
+from .custom_op import exported
 from .disk_cache import find, store
 from .host_calls import Step
-from .tensor_map import Argument, TensorMap
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 OLDEST = (8, 0)
@@ -76,11 +80,6 @@ def library() -> ctypes.CDLL | str:
     return "NVRTC is not installed; a CUDA build of torch installs it"
 
 
-def _text(names: Sequence[str], constants: Constants) -> str:
-    defines = "".join(f"#define {name} {value}\n" for name, value in constants)
-    return defines + "".join((SOURCES / name).read_text() for name in names)
-
-
 @cache
 def _version() -> tuple[int, int]:
     lib, version = library(), (ctypes.c_int * 2)()
@@ -115,8 +114,10 @@ def compiled(names: Sequence[str], constants: Constants, capability: tuple[int, 
 
     Raises RuntimeError with the compiler's log if they do not compile.
     """
-    lib, text = library(), _text(names, constants)
+    lib = library()
     assert not isinstance(lib, str)
+    text = "".join(f"#define {name} {value}\n" for name, value in constants)
+    text += "".join((SOURCES / name).read_text() for name in names)
     target = _target(capability)
     assert target is not None, unknown(capability)
     key = text, FLAGS, target, _version()
@@ -262,3 +263,55 @@ def function(
     if device.type != "cuda":
         raise ValueError(f"the CUDA kernel {name} needs tensors on a CUDA device, not on {device}; use .to()")
     return Function(compiled(sources, constants, device_capability(device)), name, layout, threads, depth, clustered)
+
+
+# ---------------------------------------------------------------------------------------------- macros
+
+
+ELEMENTS: dict[ElementFormat, str] = {
+    E4M3: "E4M3", E5M2: "E5M2", E3M2: "E3M2", E2M3: "E2M3", E2M1: "E2M1", INT8: "INT8",
+}  # fmt: skip
+"""Elements that the sources encode and decode -> their names there."""
+TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT"}
+"""Dtypes of values -> their names in the sources."""
+RESERVED = 1024
+"""Bytes of shared memory of each block that the system takes."""
+
+
+def copy_size(address: int, *strides: int) -> int:
+    """The most bytes, at most 16, that one copy can move from rows of these strides (bytes) at this address."""
+    bits = 16 | address
+    for stride in strides:
+        bits |= stride
+    return bits & -bits
+
+
+def cast_constants(cast: Cast | None) -> Constants:
+    """Macros of a cast (``casts.cuh``): to an element with power-of-two scales, or to NVFP4."""
+    if cast is None:
+        return (("CAST", 0),)
+    e = cast.format.element
+    inverse = torch.tensor(1.0 / e.max, dtype=torch.float32, device="cpu")
+    return (
+        ("CAST", 1 if cast.format.scale is E8M0 else 2),
+        ("CAST_GLOBAL", int(cast.format.global_scale)),
+        ("CAST_RULE", cast.scaling.name),
+        ("CAST_INVERSE_MAX", f"{float(inverse).hex()}f"),
+        ("CAST_MAX", f"{e.max.hex()}f"),
+        ("CAST_EMAX", e.emax),
+        ("CAST_MANTISSA", e.mantissa_bits),
+        ("CAST_EMIN", f"({0 if e.is_integer else 1 - e.bias})"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def no_cuda_sources(spec: Spec) -> str | None:
+    """Why the CUDA sources of the package cannot be compiled for the device of ``spec``; None if they can."""
+    reason = other_build()
+    if reason is not None:
+        return reason
+    if spec.capability < OLDEST:
+        return f"needs sm80, this device is sm{spec.capability[0]}{spec.capability[1]}"
+    return missing() or unknown(spec.capability) or exported(spec)

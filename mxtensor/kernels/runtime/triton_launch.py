@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -14,8 +15,9 @@ import torch
 from ...core import compat, recording
 from ...core.devices import cached, device_capability
 from ...core.kernel import Spec, elsewhere
-from . import host_calls, native_launch
-from .availability import other_build
+from ...core.repeated import WATCHERS
+from . import host_calls
+from .cuda_driver import other_build
 
 OLDEST = (8, 0)
 """The lowest compute capability that Triton compiles for."""
@@ -91,7 +93,7 @@ def launch(
     else:
         with recorder.paused():
             compiled = _launch(kernel, programs, arguments, constants, warps, stages)
-        native = native_launch.of_compiled(compiled, programs, arguments)
+        native = host_calls.of_compiled(compiled, programs, arguments)
         if native is not None:
             recorder.launch(recording.Launch(native[0], (), (), native[1]))
         else:
@@ -134,7 +136,7 @@ def _launch(
         return compiled
     compiled = found[0]
     stream = compat.current_cuda_stream(device)
-    if is_watched():  # Triton's own call reports each launch to a profiler
+    if has_profiler():  # Triton's own call reports each launch to a profiler
         compiled[(programs, 1, 1)](*arguments, *constants)
     else:
         handles = (stream, compiled.function, compiled.packed_metadata)
@@ -142,9 +144,9 @@ def _launch(
     return compiled
 
 
-def is_watched() -> bool:
+def has_profiler() -> bool:
     """Whether a profiler observes the launches of Triton."""
-    if not _INSTALLED:
+    if "triton" not in sys.modules:
         return False
     enter, leave = _hooks()
     return bool(enter.calls or leave.calls)
@@ -155,3 +157,6 @@ def _hooks() -> tuple[Any, Any]:
     from triton import knobs
 
     return knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+
+
+WATCHERS.append(has_profiler)

@@ -27,7 +27,7 @@ Three kernels do this; ``LaunchConfig.kind`` names them:
 | wgmma | tiles by the copy engine | from global memory to registers | 9 to 512 rows on sm_90 |
 
 Files, in the order of a call: ``kernel.py`` (which calls the kernel takes, the custom ops), ``launch.py`` (converts
-activations, launches), ``heuristics.py`` (chooses a config from the measured table ``sm90.json``), ``config.py`` (what
-a kernel is compiled with), ``shared_memory.py`` (whether it fits); ``later_launch.py`` has the launch of later calls.
+activations, launches), ``heuristics.py`` (chooses a config from the measured table ``sm90.json``, or by expected time),
+``config.py`` (what a kernel is compiled with, and whether it fits).
 The device code is in ``kernels/cuda/``.
 """

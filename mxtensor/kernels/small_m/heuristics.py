@@ -1,4 +1,4 @@
-"""Which launch config a shape gets: a measured one, else the fastest one by the cost model (``costs.py``).
+"""Which launch config a shape gets: a measured one, else the fastest one by ``kernels/expected_time.py``.
 
 ``mx.tune(model)`` measures the shapes of a model on this GPU and keeps the result (``tuned``).
 ``sm90.json`` (one file per compute capability) has one row per measurement; its ``columns`` name the values of a row.
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.compat import called_while_traced
 from ...core.devices import device_capability, multiprocessors
-from ...numerics.formats import Format
-from ..runtime.disk_cache import find, forget, store
+from ...numerics.formats import Format, get_format
+from ..expected_time import by_expected_time, costs_of, rows_key
+from ..runtime.disk_cache import find, forget, store, warn_once
 from ..runtime.nvrtc import CLUSTERS, function, library
-from .config import KINDS, LaunchConfig, config_of
-from .costs import by_expected_time, costs_of, rows_key
-from .shared_memory import Gpu, layout_of
+from .config import KINDS, Gpu, LaunchConfig, config_of, layout_of
 
 FOLDER = Path(__file__).parent
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -78,6 +78,8 @@ class Measured(NamedTuple):
 
 COLUMNS = (*Measured._fields[:-1], *LaunchConfig._fields)
 """The columns of a table file."""
+NAMED = ("format", "us")
+"""Columns that are no whole numbers."""
 REQUIRED = COLUMNS[: -len(LaunchConfig._field_defaults)]
 """Columns without a default."""
 
@@ -98,7 +100,10 @@ def measured_of(row: Mapping[str, Any]) -> Measured:
     if (
         not set(REQUIRED) <= given.keys() <= set(COLUMNS)
         or given["casts"] not in (0, 1)
-        or not all(isinstance(given[name], int) for name in ("m", "n", "k"))
+        or type(given["format"]) is not str
+        or type(given["us"]) not in (int, float)
+        or not 0 < given["us"] < math.inf
+        or not all(type(value) is int and 0 <= value < 1 << 31 for name, value in given.items() if name not in NAMED)
     ):
         raise ValueError(
             f"a row of a table of launch configs has the columns {', '.join(COLUMNS)}, not {given}; "
@@ -109,9 +114,12 @@ def measured_of(row: Mapping[str, Any]) -> Measured:
 
 
 def read(path: Path) -> list[Measured]:
-    """The measurements of a table file. Raises ValueError for rows that do not fit the columns."""
-    content = json.loads(path.read_text())
-    return [measured_of(dict(zip(content["columns"], row, strict=True))) for row in content["rows"]]
+    """The measurements of a table file. Raises ValueError for rows that do not fit the columns, or another file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return [measured_of(dict(zip(content["columns"], row, strict=True))) for row in content["rows"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is not a table of launch configs: {str(error) or repr(error):.300}") from error
 
 
 def write(path: Path, lines: Sequence[Measured]) -> None:
@@ -135,7 +143,11 @@ def table(capability: tuple[int, int]) -> tuple[Measured, ...]:
 def tuned(gpu: str) -> tuple[Measured, ...]:
     """What ``mx.tune`` measured on this kind of GPU, on this computer."""
     found = find(TUNED, gpu, "json") if gpu else None
-    return () if found is None else tuple(read(found[0]))
+    try:
+        return () if found is None else tuple(read(found[0]))
+    except ValueError as error:  # of another version
+        warn_once(f"{error}; measure again with mx.tune")
+        return ()
 
 
 def store_tuned(gpu: str, lines: Sequence[Measured]) -> Path:
@@ -253,9 +265,11 @@ def choose_config(
     return _nearest(*product, possible, runnable)
 
 
-def expected_time(format: Format, m: int, n: int, k: int) -> float | None:
+@called_while_traced
+def expected_time(format_name: str, m: int, n: int, k: int) -> float | None:
     """Microseconds of a product of converted activations on an H100, by the config that ``choose_config`` takes; None
     if neither table nor cost model knows the format."""
+    format = get_format(format_name)
     gpu, name = gpu_of(torch.device("cpu")), stand_in(format)
     measured = min((line.us for line in table(gpu.capability) if line[:5] == (name, False, m, n, k)), default=None)
     found = _by_costs(gpu, format, m, n, k, False, lambda config: None if config.direct else config)

@@ -3,15 +3,25 @@
 ``resolve`` does what depends on shapes, dtypes and alignments only, and is cached. A config with ``whole_x`` casts the
 activations inside the product kernel (up to 8 rows), and a ``direct`` one reads bfloat16 activations as they are; other
 configs need one launch of ``cuda/activations.cu`` before, two where an NVFP4 cast needs the largest magnitude of many
-values. ``cuda/pipelined.cu`` multiplies by one weight, by
-several, or groups of rows by a stack of weights; ``cuda/persistent.cu`` and ``cuda/wgmma.cu`` by one or several.
+values. ``cuda/pipelined.cu`` multiplies by one weight, by several, or groups of rows by a stack of weights;
+``cuda/persistent.cu`` and ``cuda/wgmma.cu`` by one or several.
+
+Scratch memory is one allocation, for the activations that another kernel converts and for split sums:
+
+    float16 activations | float32 scale of each row | maxima of blocks | counters | partial sums
+
+Each part starts at a multiple of ``ALIGNMENT`` bytes. A config with ``whole_x`` or ``direct`` needs none.
+
+``compile_all`` compiles the kernels of many products at once, in one thread per processor: NVRTC takes seconds for
+each.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,27 +29,72 @@ import torch
 from torch import Tensor
 
 from ...numerics.cast import Cast
-from ...numerics.element_format import ElementFormat
+from ...numerics.elements import ElementFormat
 from ...numerics.formats import Format
-from ..runtime import nvrtc, tensor_map, triton_launch
-from ..runtime.cuda_macros import ELEMENTS, TYPES, cast_constants, copy_size
-from ..runtime.packed_launches import KernelCall
-from ..runtime.tensor_map import Argument
+from ..runtime import cuda_driver, nvrtc, triton_launch
+from ..runtime.cuda_driver import Argument
+from ..runtime.host_calls import KernelCall, launch_steps
+from ..runtime.nvrtc import ELEMENTS, TYPES, cast_constants, copy_size
 from .config import (
     MOST_WEIGHTS,
     Facts,
     LaunchConfig,
     Needs,
+    SharedMemoryLayout,
+    can_be_direct,
     can_use_wgmma,
     classes_of,
+    clusters,
     constants,
     facts_for,
     has_whole_chunks,
+    layout_of,
+    map_of_tiles,
 )
-from .direct import can_be_direct, map_of_tiles
 from .heuristics import BY_WARPS, choose_config, gpu_of, groups_with_rows
-from .scratch import ACTIVATION_THREADS, Scratch, scratch_of
-from .shared_memory import SharedMemoryLayout, clusters, layout_of
+
+ALIGNMENT = 256
+ALONE = 16384
+"""Activations up to which every block finds the largest magnitude of all of them by itself."""
+MAXIMA = 128
+"""Most blocks of the kernel ``maxima``."""
+ACTIVATION_THREADS = {"maxima": 256, "activations": 512}
+"""Kernels in ``cuda/activations.cu`` -> threads of a block."""
+
+
+class Scratch(NamedTuple):
+    """Offsets in bytes, and the sizes that the kernels need."""
+
+    bytes: int
+    scale: int
+    counters: int
+    partial_sums: int
+    width: int
+    """columns of a row of activations in memory: K rounded up to whole chunks"""
+    maxima_blocks: int
+    """blocks of the kernel ``maxima``, which runs before for an NVFP4 cast of many values; 0: it does not run"""
+    counted: int
+    """counters, which the kernel ``activations`` sets to zero"""
+
+
+@lru_cache(maxsize=4096)
+def scratch_of(config: LaunchConfig, rows: int, k: int, cast: Cast | None, blocks: tuple[int, int]) -> Scratch:
+    """The scratch memory of a product of (rows, k) activations, cast to ``cast``, by ``blocks`` along N and M."""
+    tile_rows = config.cols if config.wgmma else 0
+    step = 128 if tile_rows else max(256, config.depth) if config.persistent else 256
+    width = -(-k // step) * step
+    stored_rows = -(-rows // tile_rows) * tile_rows if tile_rows else rows + config.cols
+    maxima = 0
+    if cast is not None and cast.format.global_scale and rows * k > ALONE:
+        maxima = min(MAXIMA, -(-rows * k // (16 * ACTIVATION_THREADS["maxima"])))
+    counted = blocks[0] * blocks[1] if config.reduce_global else 0
+    sums = 4 * counted * config.split * config.rows * config.cols
+    starts = [0]
+    for size in (2 * stored_rows * width, 4 * (rows + maxima), 4 * counted, sums):
+        starts.append(starts[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    _, scale, counters, partial_sums, end = starts
+    return Scratch(end, scale, counters, partial_sums, width, maxima, counted)
+
 
 WEIGHT, OTHERS = "5Q3I0Q", "8Q10I2f0Q"
 """``struct`` formats of a product's arguments (``cuda/stages.cuh``): those of each weight, and the others. The map of
@@ -83,7 +138,7 @@ def argument_struct(weights: int, direct: bool = False) -> struct.Struct:
     fields = weights * WEIGHT + OTHERS
     if not direct:
         return struct.Struct(fields)
-    return struct.Struct(f"{tensor_map.BYTES}s{fields}{-struct.calcsize(fields) % tensor_map.ALIGNMENT}x")
+    return struct.Struct(f"{cuda_driver.BYTES}s{fields}{-struct.calcsize(fields) % cuda_driver.ALIGNMENT}x")
 
 
 class Choice(NamedTuple):
@@ -231,10 +286,14 @@ def _launch_once(
     if resolved.config.converts:
         scratch = scratch_of(resolved.config, rows, x.shape[1], cast, resolved.blocks)
         memory = x.new_empty(scratch.bytes, dtype=torch.uint8)
-    for kernel, grid, shared_bytes, arguments in steps_of(
-        x, weights, results, format, cast, resolved, scratch, _address(memory), alpha, beta, ends, x_global
-    ):
-        kernel(*grid, shared_bytes, arguments)
+    tensors = [x, memory, ends, x_global, *results, *(t for w in weights for t in w)]
+
+    def steps(x: Any, memory: Any, ends: Any, x_global: Any, *rest: Any) -> list[KernelCall]:
+        y, parts = rest[: len(weights)], rest[len(weights) :]
+        all_of = [Weight(*parts[i : i + 4]) for i in range(0, len(parts), 4)]
+        return steps_of(x, all_of, y, format, cast, resolved, scratch, _address(memory), alpha, beta, ends, x_global)
+
+    launch_steps(steps, tensors)
     return results
 
 
@@ -305,3 +364,33 @@ def launch(
 def _aligned(codes: Tensor) -> Tensor:
     """The codes at a multiple of 16 bytes: at many rows only wgmma pays off, so that a copy is worth its time."""
     return codes if codes.data_ptr() % 16 == 0 else codes.clone()
+
+
+Product = tuple[int, int, int, LaunchConfig, Cast | None]
+"""(M, N, K), the config, and the cast of the activations."""
+
+
+def kernels_of(device: torch.device, format: Format, products: Iterable[Product]) -> set[tuple[str, nvrtc.Constants]]:
+    """(kind, constants) of the kernels of these bfloat16 products, each once; none for a config that does not fit."""
+    half, found = (torch.bfloat16,) * 3, set()
+    for m, n, k, config, cast in products:
+        alignment = (k * format.element.bits // 8) & 15, (k // format.block[1]) & 15, 2 * k & 15
+        try:
+            chosen = choose(device, format, half, (m, k, 0), (n,), alignment, cast, config)
+        except RuntimeError:  # it does not fit, and will not be launched either
+            continue
+        found.add((config.kind, chosen.constants))
+    return found
+
+
+def compile_all(format: Format, products: Iterable[Product]) -> int:
+    """Compile the kernels of these products for the current CUDA device; how many there are."""
+    kernels = kernels_of(torch.device("cuda", torch.cuda.current_device()), format, products)
+    capability = torch.cuda.get_device_capability()
+
+    def one(kernel: tuple[str, nvrtc.Constants]) -> None:
+        nvrtc.compiled(KERNEL_SOURCES[kernel[0]], kernel[1], capability)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, kernels))
+    return len(kernels)

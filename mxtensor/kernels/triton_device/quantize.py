@@ -1,37 +1,39 @@
-"""Casts in Triton with blocks along rows, whole rows, square blocks or one scale per tensor; what all casts share.
+"""Casts in Triton with blocks along rows, whole rows, square blocks or one scale per tensor, and back.
 
 x is (rows, cols) with unit stride along the last dimension; ``C`` is a ``CastCode``. Values outside x count as zero and
 are never written. Row offsets are 64 bits wide. One program casts one tile.
+
+Also here: what all casts share, rows of bfloat16 in words of two values (``words.py``), casts where each group of rows
+has a scale of its own, and a step of delayed scaling.
 """
 
 import triton
 import triton.language as tl
 
 from .elements import (
+    INFINITY_BITS,
     amax_bits,
     bits_of,
     dither,
+    float_of,
     from_codes,
     global_encode,
     magnitude_bits,
+    round_float,
+    scale_value,
     scales_of,
     to_codes,
     widened,
 )
-
-
-@triton.jit
-def swizzled_offset(row, col, scale_cols):
-    """The offset of scale (row, col) in the 128x4 layout of a matrix with ``scale_cols`` scales in a row."""
-    tile = (row // 128).to(tl.int64) * ((scale_cols + 3) // 4) + col // 4
-    return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
+from .words import MAGNITUDES, e2m1_byte, largest, round_words, words_of_scale, words_of_scales
 
 
 @triton.jit
 def scale_offset(row, col, scale_cols, SWIZZLED: tl.constexpr):
     """The offset of scale (row, col), row-major with ``scale_cols`` scales in a row or in the 128x4 layout."""
     if SWIZZLED:
-        return swizzled_offset(row, col, scale_cols)
+        tile = (row // 128).to(tl.int64) * ((scale_cols + 3) // 4) + col // 4
+        return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
     else:
         return row.to(tl.int64) * scale_cols + col
 
@@ -285,3 +287,261 @@ def quantize_tiles(
         tl.store(scale_ptr + (pid // tiles).to(tl.int64) * scale_cols + block, stored, mask=block < scale_cols)
         start = row.to(tl.int64) * data_stride
         store_codes(tl.reshape(code, (B, BK)), data_ptr, start, pid % tiles, rows_in, cols, C, EVEN)
+
+
+# ---------------------------------------------------------------------------------------------- four bits from bfloat16
+
+
+@triton.jit
+def sign_of(moved, magnitude, BIT: tl.constexpr, C: tl.constexpr):
+    """The sign of a value, moved to BIT; that of a zero ``magnitude`` only if the format keeps it."""
+    sign = moved & BIT
+    if C.signed_zero:
+        return sign
+    else:
+        return tl.where(magnitude == 0.0, 0, sign)
+
+
+@triton.jit
+def quantize_rows_fp4(
+    x_ptr, data_ptr, scale_ptr, amax_ptr, global_ptr, rows, words, stride, data_stride, scale_cols,
+    C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """``quantize_rows`` for this cast: x (rows, words) int32; ``stride`` and BK are in words."""
+    PAIRS: tl.constexpr = C.block // 2
+    NB: tl.constexpr = BK // PAIRS
+    tiles = tl.cdiv(words, BK)
+    pid = tl.program_id(0)
+    if C.reverse:
+        pid = tl.num_programs(0) - 1 - pid
+    row = (pid // tiles) * BM + tl.arange(0, BM)[:, None]
+    col = (pid % tiles) * BK + tl.arange(0, BK)[None, :]
+    inside = (row < rows) & (col < words)
+    word = load_tile(x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * stride + col, inside, EVEN)
+    encode = encode_scale(amax_ptr, global_ptr, pid, C)
+    pair = largest(tl.reshape(word & MAGNITUDES, (BM, NB, PAIRS)), 2, C)
+    amax = tl.maximum(pair << 16, pair & 0x7FFF0000)
+    stored, multiplier, _, finite = scales_of(amax, encode, C)
+    each = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (BM, NB, PAIRS)), (BM, BK))
+    if C.pairs and C.signed_zero and C.scale == "e8m0" and C.exponent_bits == 2 and C.bias == 1 and C.max == 6.0:
+        byte = e2m1_byte(word, each, C)
+    else:
+        low = float_of((word << 16) & 0x7FFF0000) * each
+        low_sign = sign_of(word >> 12, low, 8, C)
+        low = round_float(low, C.exponent_bits, C.mantissa_bits, C.bias, C.max)
+        high = float_of(word & 0x7FFF0000) * each
+        high_sign = sign_of(word >> 24, high, 0x80, C)
+        high = round_float(high, C.exponent_bits, C.mantissa_bits, C.bias, C.max)
+        byte = low | low_sign | (high << 4) | high_sign
+    mask = tl.broadcast_to(tl.where(finite, 0xFF, 0)[:, :, None], (BM, NB, PAIRS))
+    byte = (byte & tl.reshape(mask, (BM, BK))).to(tl.uint8)
+    store_tile(data_ptr + row.to(tl.int64) * data_stride + col, byte, inside, EVEN)
+    block = (pid % tiles) * NB + tl.arange(0, NB)[None, :]
+    to = scale_offset(row, block, scale_cols, SWIZZLED)
+    store_tile(scale_ptr + to, stored, (row < rows) & (block < scale_cols), EVEN)
+
+
+# ---------------------------------------------------------------------------------------------- fake quantize bfloat16
+
+
+@triton.jit
+def over_block(t, BLOCK: tl.constexpr, AXIS: tl.constexpr):
+    """Repeat the value of each block BLOCK times along AXIS."""
+    if AXIS == 0:
+        B: tl.constexpr = t.shape[0]
+        N: tl.constexpr = t.shape[1]
+        return tl.reshape(tl.broadcast_to(t[:, None, :], (B, BLOCK, N)), (B * BLOCK, N))
+    else:
+        M: tl.constexpr = t.shape[0]
+        NB: tl.constexpr = t.shape[1]
+        return tl.reshape(tl.broadcast_to(t[:, :, None], (M, NB, BLOCK)), (M, NB * BLOCK))
+
+
+@triton.jit
+def round_along_rows(word, C: tl.constexpr):
+    """Fake quantize a matrix of words with blocks along its rows."""
+    PAIRS: tl.constexpr = C.block // 2
+    M: tl.constexpr = word.shape[0]
+    NB: tl.constexpr = word.shape[1] // PAIRS
+    multiplier, scale = words_of_scale(largest(tl.reshape(word & MAGNITUDES, (M, NB, PAIRS)), 2, C), C)
+    return round_words(word, over_block(multiplier, PAIRS, 1), over_block(scale, PAIRS, 1), C)
+
+
+@triton.jit
+def round_along_columns(word, C: tl.constexpr):
+    """Fake quantize a matrix of words with blocks along its columns; a word has two columns."""
+    NB: tl.constexpr = word.shape[0] // C.block
+    pair = largest(tl.reshape(word & MAGNITUDES, (NB, C.block, word.shape[1])), 1, C)
+    multiplier, scale = words_of_scales(pair << 16, pair & 0x7FFF0000, C)
+    return round_words(word, over_block(multiplier, C.block, 0), over_block(scale, C.block, 0), C)
+
+
+@triton.jit
+def round_tiles(
+    x_ptr, row_ptr, column_ptr, rows, words, stride, out_stride,
+    C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Fake quantize with blocks along rows, columns or both in one pass: x and each result (rows, words) int32.
+
+    Strides and BK are in words. Lanes read along rows, so that only the amax of columns crosses warps.
+    """
+    tiles = tl.cdiv(words, BK)
+    pid = tl.program_id(0)
+    row = (pid // tiles) * BM + tl.arange(0, BM)[:, None]
+    col = (pid % tiles) * BK + tl.arange(0, BK)[None, :]
+    inside = (row < rows) & (col < words)
+    word = load_tile(x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row.to(tl.int64) * stride + col, inside, EVEN)
+    to = row.to(tl.int64) * out_stride + col
+    if ROWS:
+        store_tile(row_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + to, round_along_rows(word, C), inside, EVEN)
+    if COLUMNS:
+        column_ptr = column_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        store_tile(column_ptr + to, round_along_columns(word, C), inside, EVEN)
+
+
+# ---------------------------------------------------------------------------------------------- scales of groups
+
+
+@triton.jit
+def load_values(x_ptr, row, col, rows, cols, x_row, x_col, FLIPPED: tl.constexpr):
+    """x at rows (BM,) and columns (BK,); FLIPPED: rows are what is contiguous."""
+    if FLIPPED:
+        at = col.to(tl.int64)[:, None] * x_col + row[None, :] * x_row
+        return tl.trans(tl.load(x_ptr + at, mask=(row < rows)[None, :] & (col < cols)[:, None], other=0.0))
+    else:
+        at = row.to(tl.int64)[:, None] * x_row + col[None, :] * x_col
+        return tl.load(x_ptr + at, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0)
+
+
+@triton.jit
+def amax_of_blocks(x, B: tl.constexpr, SQUARE: tl.constexpr):
+    """The amax bits of blocks of B columns, or of B rows and columns, at each of their rows: x (BM, NB, B)."""
+    BM: tl.constexpr = x.shape[0]
+    NB: tl.constexpr = x.shape[1]
+    largest = tl.max(magnitude_bits(x), axis=2)
+    if SQUARE:
+        of_rows = tl.max(tl.reshape(largest, (BM // B, B, NB)), axis=1)
+        largest = tl.reshape(tl.broadcast_to(of_rows[:, None, :], (BM // B, B, NB)), (BM, NB))
+    return amax_bits(largest, x)
+
+
+@triton.jit
+def quantize_by_group(
+    x_ptr, out_ptr, amax_ptr, seed_ptr, rows, cols, x_matrix, x_row, x_col, amax_matrix, amax_row, amax_block,
+    C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr, FLIPPED: tl.constexpr,
+):  # fmt: skip
+    """x and out (matrices, rows, cols), amax (matrices, rows, cols / B) by their strides; out is contiguous."""
+    NB: tl.constexpr = BK // B
+    across = tl.cdiv(cols, BK)
+    tiles = across * tl.cdiv(rows, BM)
+    matrix, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    row = (tile // across) * BM + tl.arange(0, BM)
+    col = (tile % across) * BK + tl.arange(0, BK)
+    x = load_values(x_ptr + matrix * x_matrix, row, col, rows, cols, x_row, x_col, FLIPPED)
+    x = tl.reshape(x, (BM, NB, B))
+    block = (tile % across) * NB + tl.arange(0, NB)
+    inside = (row < rows)[:, None] & (block * B < cols)[None, :]
+    at = matrix * amax_matrix + row.to(tl.int64)[:, None] * amax_row + block.to(tl.int64)[None, :] * amax_block
+    amax = tl.load(amax_ptr + at, mask=inside, other=0.0)
+    if C.block == 0:
+        _stored, multiplier, value, finite = block_scales(bits_of(amax), tl.full(amax.shape, 1.0, tl.float32), C)
+    else:
+        encode, _inverse = global_encode(amax, C)
+        _stored, multiplier, value, finite = block_scales(amax_of_blocks(x, B, SQUARE), encode, C)
+    y = tl.reshape(widened(x) * multiplier[:, :, None], (BM, BK))
+    number = (matrix * rows + row)[:, None]
+    code = to_codes(rounded(y, words_of_tile(number, tile % across, cols, seed_ptr, BK, C), C), C)
+    code = finish_codes(tl.reshape(code, (BM, NB, B)), finite[:, :, None], C)
+    to = out_ptr + number * cols + col[None, :]
+    stored = (row < rows)[:, None] & (col < cols)[None, :]
+    if C.block == 0:
+        tl.store(to, tl.reshape(code, (BM, BK)), mask=stored)
+    else:
+        out = from_codes(code, C) * value[:, :, None]
+        tl.store(to, tl.reshape(out, (BM, BK)).to(out_ptr.dtype.element_ty), mask=stored)
+
+
+# ---------------------------------------------------------------------------------------------- dequantize
+
+
+@triton.jit
+def load_codes(data_ptr, row_start, rows_in, tile, cols, C: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+    """The codes of column tile ``tile``, one byte each: (BM, BK)."""
+    BM: tl.constexpr = row_start.shape[0]
+    if C.bits == 8:
+        col = tile * BK + tl.arange(0, BK)[None, :]
+        return load_tile(data_ptr + row_start + col, rows_in & (col < cols), EVEN)
+    elif C.bits == 4:
+        pair = tile * (BK // 2) + tl.arange(0, BK // 2)[None, :]
+        byte = load_tile(data_ptr + row_start + pair, rows_in & (pair * 2 < cols), EVEN)
+        return tl.reshape(tl.join(byte & 0xF, byte >> 4), (BM, BK))
+    else:
+        group = tile * (BK // 4) + tl.arange(0, BK // 4)[None, :]
+        inside = rows_in & (group * 4 < cols)
+        at = data_ptr + row_start + group * 3
+        b0 = load_tile(at, inside, EVEN)
+        b1 = load_tile(at + 1, inside, EVEN)
+        b2 = load_tile(at + 2, inside, EVEN)
+        even = tl.join(b0 & 0x3F, (b1 >> 4) | ((b2 & 0x3) << 4))
+        odd = tl.join((b0 >> 6) | ((b1 & 0xF) << 2), b2 >> 2)
+        return tl.reshape(tl.join(even, odd), (BM, BK))
+
+
+@triton.jit
+def dequantize_tiles(
+    data_ptr, scale_ptr, global_ptr, out_ptr, rows, cols, data_stride, scale_stride,
+    C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """ROWS x COLS values share a scale; 0 stands for the whole extent. ``out`` (rows, cols) is contiguous."""
+    tiles = tl.cdiv(cols, BK)
+    pid = tl.program_id(0)
+    row = (pid // tiles) * BM + tl.arange(0, BM)[:, None]
+    tile = pid % tiles
+    rows_in = row < rows
+    code = load_codes(data_ptr, row.to(tl.int64) * data_stride, rows_in, tile, cols, C, BK, EVEN)
+    value = from_codes(code, C)
+    if ROWS == 0:
+        value = value * scale_value(tl.load(scale_ptr), C)
+    elif COLS == 0:
+        place = (row // ROWS).to(tl.int64) * scale_stride
+        value = value * scale_value(tl.load(scale_ptr + place, mask=rows_in, other=0), C)
+    else:
+        NB: tl.constexpr = BK // COLS
+        block = tile * NB + tl.arange(0, NB)[None, :]
+        inside = rows_in & (block * COLS < cols)
+        stored = load_tile(scale_ptr + (row // ROWS).to(tl.int64) * scale_stride + block, inside, EVEN)
+        blocks = tl.reshape(value, (BM, NB, COLS)) * scale_value(stored, C)[:, :, None]
+        value = tl.reshape(blocks, (BM, BK))
+    if C.global_scale:
+        value = value * tl.load(global_ptr)
+    col = tile * BK + tl.arange(0, BK)[None, :]
+    to = out_ptr + row.to(tl.int64) * cols + col
+    store_tile(to, value.to(out_ptr.dtype.element_ty), rows_in & (col < cols), EVEN)
+
+
+# ---------------------------------------------------------------------------------------------- delayed scaling
+
+
+@triton.jit
+def advance_history(
+    history_ptr, record_ptr, amax_ptr, out_ptr, next_ptr, rows,
+    NEWEST: tl.constexpr, MULTIPLIER: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write ``record`` and then all rows of history (rows, COLUMNS) but the last to out; write the next amax to next.
+
+    Magnitudes are compared as integers; a NaN is the largest.
+    """
+    row = tl.arange(0, BLOCK)[:, None]
+    column = tl.arange(0, 4)[None, :]
+    inside = (row < rows) & (column < COLUMNS)
+    before = tl.load(history_ptr + (row - 1) * COLUMNS + column, mask=inside & (row > 0), other=0.0)
+    one = tl.arange(0, 4)
+    record = tl.load(record_ptr + one, mask=one < COLUMNS, other=0.0)
+    moved = tl.where(row == 0, record[None, :], before)
+    tl.store(out_ptr + row * COLUMNS + column, moved, mask=inside)
+    largest = bits_of(record) if NEWEST else tl.max(bits_of(moved), axis=0)
+    usable = (largest > 0) & (largest < INFINITY_BITS)
+    unchanged = tl.load(amax_ptr + one, mask=one < COLUMNS, other=0.0)
+    tl.store(next_ptr + one, tl.where(usable, float_of(largest) * MULTIPLIER, unchanged), mask=one < COLUMNS)

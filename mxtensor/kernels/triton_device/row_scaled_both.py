@@ -1,9 +1,14 @@
-"""The cast of a matrix of bfloat16 and of its transpose to row-scaled E4M3, once the exponents of both are known.
+"""A matrix of bfloat16 and its transpose as row-scaled E4M3: two reads of the values.
 
-``row_scaled_exponents`` finds these first. The result is bitwise that of ``row_scaled.cast_to_rows`` of the matrix and
-of its transpose, with unlimited range (``numerics/row_scaled.py``, which has a glossary). Both kernels work on words of
-two columns, as ``quantize_columns_words``, with blocks of 32 or more values. E4M3 and E5M2 are cast to codes, which are
-rescaled (``row_scaled_rescale``); sub-byte elements are rounded and scaled at once (``row_scaled_sub_byte``).
+The first read finds exponents. ``rows_and_column_exponents`` casts the rows, too: a row stays in registers until its
+scale is known. ``exponents_of_both`` only finds the exponents of rows and columns. The second read,
+``cast_both_to_rows``, casts the columns, and the rows if the first has not.
+
+An exponent is collected as an int32 word by atomic max: the largest biased exponent + 1 of the nonzero blocks of a row
+or column, 0 if there is none, NOT_FINITE if a block is not finite. The result is bitwise that of
+``row_scaled.cast_to_rows`` of the matrix and of its transpose, with unlimited range (``numerics/row_scaled.py``, which
+has a glossary). Kernels work on words of two columns, as ``quantize_columns_words``, with blocks of 32 or more values.
+E4M3 and E5M2 are cast to codes, which are rescaled; sub-byte elements are rounded and scaled at once.
 
 The matrix is a stack of matrices, each with its own transpose, or one whose rows are in groups: then the transpose has
 each group padded, and each group has scales of its own. ``row_scaled_tile_map`` says which rows a program takes.
@@ -16,14 +21,211 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .elements import float_of
 from .quantize import block_scales, load_tile, store_tile
-from .quantize_columns import as_matrix, in_row_order, over_columns
-from .quantize_columns_words import amax_pairs, checked_column_codes, for_each_word
-from .row_scaled_exponents import in_tile, load_row_exponent, load_row_scale, store_row_scales
-from .row_scaled_rescale import UNCHANGED_EXPONENT, rescale_four, rescale_two, shift_word
-from .row_scaled_sub_byte import rescaled_column_codes, rescaled_row_codes, shift_power
+from .quantize_columns import amax_pairs, as_matrix, checked_column_codes, for_each_word, in_row_order, over_columns
+from .row_scaled import (
+    UNCHANGED_EXPONENT,
+    choose_row_scale,
+    e4m3_row,
+    exponent_of,
+    rescale_four,
+    rescale_two,
+    rescaled_column_codes,
+    rescaled_row_codes,
+    rounded_word,
+    shift_power,
+    shift_word,
+)
 from .row_scaled_tile_map import locate_tile
-from .words import MAGNITUDES, largest, row_codes
+from .words import MAGNITUDES, larger, largest, row_codes
+
+NOT_FINITE = tl.constexpr(1 << 20)
+
+# ---------------------------------------------------------------------------------------------- collecting exponents
+
+
+@triton.jit
+def exponent_words(bits, line_bits, C: tl.constexpr, R: tl.constexpr):
+    """The exponent words of blocks with these amax bits. ``line_bits`` are the amax bits of the line (row or column) of
+    the block, which differ in square blocks: its word is 0 if they give a code of zero."""
+    stored, multiplier, _, finite = block_scales(bits, tl.full((), 1.0, tl.float32), C)
+    exponent, _special = exponent_of(stored, C)
+    nonzero = finite & (float_of(line_bits) * multiplier > R.half_smallest)
+    return tl.where(finite, tl.where(nonzero, exponent + 1, 0), NOT_FINITE)
+
+
+@triton.jit
+def in_tile(row, rows, col, cols, WIDE: tl.constexpr):
+    """Whether a value exists: one of ``rows`` rows and, unless all columns do (WIDE), of ``cols`` columns."""
+    if WIDE:
+        return row < rows
+    else:
+        return (row < rows) & (col < cols)
+
+
+@triton.jit
+def exponents_of_both(
+    x_ptr, row_ptr, column_ptr, tile_map_ptr, count, rows, words, stride,
+    C: tl.constexpr, R: tl.constexpr, HIGH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, PAD: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    """x (all rows, words) int32; a program takes HIGH rows and BK words. row_ptr (all rows,), column_ptr (count,
+    2 * words): exponent words. ``tile_map_ptr``, ``rows`` and PAD: see ``locate_tile``, of ``count`` matrices. ROWS:
+    those of rows, too. EVEN: all tiles are whole; WIDE: all have whole rows.
+
+    Tiles come from the end of the matrix to its start: what wrote the matrix left its end in the L2 cache, and this
+    pass leaves the start there for the cast, which begins with it."""
+    tiles = tl.cdiv(words, BK)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    down, right = program // tiles, program % tiles
+    tile = locate_tile(down, tile_map_ptr, rows, HIGH, PAD)
+    if tile.rows_left <= 0:
+        return
+    row, col = tl.arange(0, HIGH)[:, None], right * BK + tl.arange(0, BK)[None, :]
+    tile_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tile.first_row.to(tl.int64) * stride
+    tile_ptr += row * stride + col
+    word = load_tile(tile_ptr, in_tile(row, tile.rows_left, col, words, WIDE), EVEN) & MAGNITUDES
+    NB: tl.constexpr = 2 * BK // C.block
+    HB: tl.constexpr = HIGH // C.block
+    pair = largest(tl.reshape(word, (HB, C.block, BK)), 1, C)
+    low, high = pair << 16, pair & 0x7FFF0000
+    low_block, high_block = low, high
+    if SQUARE:
+        block = tl.max(tl.reshape(tl.maximum(low, high), (HB, NB, C.block // 2)), axis=2)
+        low_block = tl.reshape(tl.broadcast_to(block[:, :, None], (HB, NB, C.block // 2)), (HB, BK))
+        high_block = low_block
+    if ROWS:
+        row_amax = largest(tl.reshape(word, (HIGH, NB, C.block // 2)), 2, C)
+        row_amax = tl.maximum(row_amax << 16, row_amax & 0x7FFF0000)
+        block_amax = row_amax
+        if SQUARE:
+            block_amax = tl.reshape(tl.broadcast_to(block[:, None, :], (HB, C.block, NB)), (HIGH, NB))
+        at = tl.arange(0, HIGH)
+        row_word = tl.max(exponent_words(block_amax, row_amax, C, R), axis=1)
+        tl.atomic_max(row_ptr + tile.first_row + at, row_word, mask=at < tile.rows_left, sem="relaxed")
+    low_word, high_word = exponent_words(low_block, low, C, R), exponent_words(high_block, high, C, R)
+    at = 2 * (right * BK + tl.arange(0, BK))
+    inside = (right * BK + tl.arange(0, BK) < words) & (tile.matrix < count)
+    to = column_ptr + tile.matrix * (2 * words) + at
+    tl.atomic_max(to, tl.max(low_word, axis=0), mask=inside, sem="relaxed")
+    tl.atomic_max(to + 1, tl.max(high_word, axis=0), mask=inside, sem="relaxed")
+
+
+# ---------------------------------------------------------------------------------------------- row scales of exponents
+
+
+@triton.jit
+def row_scale_of_word(word, R: tl.constexpr):
+    """``choose_row_scale`` for rows with these exponent words: (row exponent, whether out of range, row scale)."""
+    special = tl.where(word >= NOT_FINITE, 2, 0)
+    highest = tl.where(word >= NOT_FINITE, 127, word) - 1
+    return choose_row_scale(highest, highest, special, R)
+
+
+@triton.jit
+def load_row_scale(exponents_ptr, at, inside, R: tl.constexpr):
+    """``row_scale_of_word`` of rows ``at``."""
+    return row_scale_of_word(tl.load(exponents_ptr + at, mask=inside, other=0), R)
+
+
+@triton.jit
+def load_row_exponent(exponents_ptr, at, inside, R: tl.constexpr):
+    """The exponents of rows ``at``; UNCHANGED_EXPONENT for rows out of range."""
+    row_exponent, out_of_range, _scale = load_row_scale(exponents_ptr, at, inside, R)
+    return tl.where(out_of_range, UNCHANGED_EXPONENT, row_exponent)
+
+
+@triton.jit
+def store_row_scales(exponents_ptr, scale_ptr, flags_ptr, at, inside, R: tl.constexpr):
+    """Store the row scales and flags of rows ``at``."""
+    _exponent, out_of_range, scale = load_row_scale(exponents_ptr, at, inside, R)
+    tl.store(scale_ptr + at, scale, mask=inside)
+    tl.store(flags_ptr + at, out_of_range.to(tl.uint8), mask=inside)
+
+
+# ---------------------------------------------------------------------------------------------- rows first
+
+
+@triton.jit
+def codes_of_rows(word, stored, multiplier, finite, row_exponent, C: tl.constexpr, R: tl.constexpr):
+    """Rescaled codes of words (BM, BK), in pairs. ``row_exponent`` is (BM, 1), as of ``shift_word``; what is known of
+    blocks is (BM, NB)."""
+    BK: tl.constexpr = word.shape[1]
+    multiplier = over_blocks(multiplier, BK)
+    if C.bits < 8:
+        power = over_blocks(shift_power(stored, row_exponent, C, R), BK)
+        return e4m3_row(rounded_word(word, multiplier, multiplier, power, power, word, word, C), R)
+    else:
+        code = row_codes(word, multiplier, C)
+        if C.float8 == "":
+            code = tl.where(over_blocks(finite.to(tl.int32), BK) != 0, code, C.nan_code * 0x101).to(tl.int16)
+        return rescale_two(code, over_blocks(shift_word(stored, row_exponent, C, R), BK), C, R)
+
+
+@triton.jit
+def over_blocks(t, BK: tl.constexpr):
+    """Repeat the value of each block (BM, NB) for its words: (BM, BK)."""
+    BM: tl.constexpr = t.shape[0]
+    NB: tl.constexpr = t.shape[1]
+    return tl.reshape(tl.broadcast_to(t[:, :, None], (BM, NB, BK // NB)), (BM, BK))
+
+
+@triton.jit
+def rows_and_column_exponents(
+    x_ptr, column_ptr, codes_ptr, row_scale_ptr, flags_ptr, scale_ptr, tile_map_ptr, count, rows, words, stride,
+    scale_cols,
+    C: tl.constexpr, R: tl.constexpr, HIGH: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """x (all rows, words) int32; a program takes a block of rows of a tile of HIGH rows, BM at a time; BK words are a
+    whole row. column_ptr (count, 2 * words): exponent words. ``tile_map_ptr``, ``rows`` and PAD: see ``locate_tile``,
+    of ``count`` matrices. EVEN: all tiles are whole; WIDE: a row has BK words."""
+    NB: tl.constexpr = 2 * BK // C.block
+    BLOCKS: tl.constexpr = HIGH // C.block
+    tile = locate_tile(tl.program_id(0) // BLOCKS, tile_map_ptr, rows, HIGH, PAD)
+    rows_before = tl.program_id(0) % BLOCKS * C.block
+    rows_left = tl.minimum(tile.rows_left - rows_before, C.block)
+    if rows_left <= 0:
+        return
+    first_row = tile.first_row + rows_before
+    col, block, line = tl.arange(0, BK)[None, :], tl.arange(0, NB)[None, :], tl.arange(0, BM)
+    at = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first_row.to(tl.int64) * stride + col
+    to = codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + first_row.to(tl.int64) * words + col
+    down = line[:, None]
+    following = load_tile(at + down * stride, in_tile(down, rows_left, col, words, WIDE), EVEN)
+    column_amax = tl.zeros((BM, BK), tl.int32)
+    for start in range(0, C.block, BM):
+        word, row, down = following, first_row + start + line, start + line[:, None]
+        following = tl.load(
+            at + (down + BM) * stride, mask=in_tile(down + BM, rows_left, col, words, WIDE), other=0
+        )  # in flight while this row is cast
+        magnitude = word & MAGNITUDES
+        column_amax = larger(column_amax, magnitude, C)
+        pair = largest(tl.reshape(magnitude, (BM, NB, C.block // 2)), 2, C)
+        bits = tl.maximum(pair << 16, pair & 0x7FFF0000)
+        stored, multiplier, _, finite = block_scales(bits, tl.full((), 1.0, tl.float32), C)
+        exponent_word = tl.max(exponent_words(bits, bits, C, R), axis=1)
+        row_exponent, out_of_range, scale = row_scale_of_word(exponent_word, R)
+        row_exponent = tl.where(out_of_range, UNCHANGED_EXPONENT, row_exponent)[:, None]
+        code = codes_of_rows(word, stored, multiplier, finite, row_exponent, C, R)
+        tl.store(to + down * words, code, mask=in_tile(down, rows_left, col, words, WIDE))
+        inside = start + line < rows_left
+        tl.store(row_scale_ptr + row, scale, mask=inside)
+        tl.store(flags_ptr + row, out_of_range.to(tl.uint8), mask=inside)
+        of_blocks = scale_ptr + row[:, None].to(tl.int64) * scale_cols + block
+        tl.store(of_blocks, stored, mask=(inside & out_of_range)[:, None] & (block < scale_cols))
+    pair = largest(column_amax, 0, C)
+    low, high = pair << 16, pair & 0x7FFF0000
+    pairs = tl.arange(0, BK)
+    inside = (pairs < words) & (tile.matrix < count)
+    to_column = column_ptr + tile.matrix * (2 * words) + 2 * pairs
+    tl.atomic_max(to_column, exponent_words(low, low, C, R), mask=inside, sem="relaxed")
+    tl.atomic_max(to_column + 1, exponent_words(high, high, C, R), mask=inside, sem="relaxed")
+
+
+# ---------------------------------------------------------------------------------------------- rows and columns
+
 
 SPAN = tl.constexpr(32)
 """Rows of a span: four in each of eight threads."""

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mxtensor.kernels.attention import values_cpu
-from mxtensor.kernels.attention.values_cpu import attention_of_values
+from mxtensor.kernels.attention import cpu_attention
+from mxtensor.kernels.attention.cpu_attention import attention_of_values
 from mxtensor.kernels.runtime import native_build
 
 pytestmark = pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
@@ -99,6 +99,6 @@ def test_caches_are_read_by_their_strides():
     ],
 )
 def test_what_the_op_cannot_do_is_refused(shapes, dtype, message):
-    assert values_cpu.library() is None
+    assert cpu_attention.op_library() is None
     with pytest.raises(ValueError, match=message):
         attention_of_values(*(torch.randn(shape).to(dtype) for shape in shapes), None, 1.0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mxtensor.kernels.attention import values_cuda
-from mxtensor.kernels.attention.triton_ranges import ranges
+from mxtensor.kernels.attention import triton_attention
+from mxtensor.kernels.attention.triton_attention import ranges
 from mxtensor.kernels.runtime import triton_launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -63,7 +63,7 @@ def test_it_is_attention_of_the_values(call, size, mask):
     pytest.importorskip("triton")
     q, k, v = tensors(call, size)
     mask, scale = masks(mask, q, k.shape[2]), size[0] ** -0.5
-    out, expected = values_cuda.attend(q, k, v, mask, scale), wanted(q, k, v, mask, scale)
+    out, expected = triton_attention.attend(q, k, v, mask, scale), wanted(q, k, v, mask, scale)
     assert out.shape == expected.shape and out.dtype is q.dtype
     assert out.transpose(1, 2).is_contiguous()  # as torch's, for models that view all heads of a token as one row
     assert (out - expected).abs().max() <= 4e-6 * expected.abs().max()
@@ -80,10 +80,10 @@ def test_a_query_without_keys_is_zero_and_a_nan_stays_one(call):
     q, k, v = tensors(call, (32, 32))
     mask = torch.zeros(1, q.shape[1], 1, k.shape[2], device=DEVICE)
     mask[:, 1] = -math.inf
-    out, expected = values_cuda.attend(q, k, v, mask, 0.2), wanted(q, k, v, mask, 0.2)
+    out, expected = triton_attention.attend(q, k, v, mask, 0.2), wanted(q, k, v, mask, 0.2)
     assert (out[:, 1] == 0).all() and (out - expected)[:, 2:].abs().max() <= 4e-6
     mask[:, 2, :, 40] = math.nan
-    out = values_cuda.attend(q, k, v, mask, 0.2)
+    out = triton_attention.attend(q, k, v, mask, 0.2)
     assert out[:, 2].isnan().all() and out[:, 3:].isfinite().all()
 
 
@@ -91,9 +91,9 @@ def test_keys_that_the_mask_hides_are_not_read():
     pytest.importorskip("triton")
     q, k, v = tensors("long", (32, 32))
     mask = masks("of a cache", q, 700)
-    before = values_cuda.attend(q, k, v, mask, 0.2)
+    before = triton_attention.attend(q, k, v, mask, 0.2)
     k[:, :, 320:], v[:, :, 320:] = math.nan, math.nan
-    assert torch.equal(values_cuda.attend(q, k, v, mask, 0.2), before)
+    assert torch.equal(triton_attention.attend(q, k, v, mask, 0.2), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -101,7 +101,7 @@ def test_results_have_the_dtype_of_the_queries(dtype):
     pytest.importorskip("triton")
     q, k, v = tensors("one query", (64, 64), dtype)
     mask = masks("added", q, 100).to(dtype)
-    out, expected = values_cuda.attend(q, k, v, mask, 0.125), wanted(q, k, v, mask, 0.125)
+    out, expected = triton_attention.attend(q, k, v, mask, 0.125), wanted(q, k, v, mask, 0.125)
     assert out.dtype is dtype
     assert (out.double() - expected).abs().max() <= 3 * torch.finfo(dtype).eps * expected.abs().max()
 
@@ -129,29 +129,31 @@ GIVEN = {"q": (2, 8, 1, 64), "k": (2, 2, 90, 64), "v": (2, 2, 90, 64), "mask": (
 def test_which_calls_it_takes(change, taken, monkeypatch):
     monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
     given = {name: fake(*shape) for name, shape in (GIVEN | change).items()}
-    assert values_cuda.takes(**given) is taken
-    assert not values_cuda.takes(**given | {"k": fake(*GIVEN["k"], dtype=torch.float16)})
-    assert not values_cuda.takes(**given | {"q": fake(*GIVEN["q"], device="cpu")})
-    assert not values_cuda.takes(**given | {"v": fake(*GIVEN["v"], strides=(11520, 5760, 1, 90))})
-    assert values_cuda.takes(**given | {"mask": None}) is (taken or "mask" in change)
+    assert triton_attention.takes(**given) is taken
+    assert not triton_attention.takes(**given | {"k": fake(*GIVEN["k"], dtype=torch.float16)})
+    assert not triton_attention.takes(**given | {"q": fake(*GIVEN["q"], device="cpu")})
+    assert not triton_attention.takes(**given | {"v": fake(*GIVEN["v"], strides=(11520, 5760, 1, 90))})
+    assert triton_attention.takes(**given | {"mask": None}) is (taken or "mask" in change)
 
 
 def test_other_strides_of_a_compiler_are_taken(monkeypatch):
     pytest.importorskip("triton")
     q, k, v = tensors("one query", (32, 32))
-    monkeypatch.setattr(values_cuda, "takes", lambda *given: all(t.stride(-1) == 1 for t in given[:3]))
+    monkeypatch.setattr(triton_attention, "takes", lambda *given: all(t.stride(-1) == 1 for t in given[:3]))
     odd = [t.transpose(2, 3).contiguous().transpose(2, 3) for t in (q, k, v)]
     assert all(t.stride(-1) != 1 for t in odd[1:])
-    assert torch.equal(values_cuda.attention_of_values(*odd, None, 0.2), values_cuda.attend(q, k, v, None, 0.2))
+    assert torch.equal(
+        triton_attention.attention_of_values(*odd, None, 0.2), triton_attention.attend(q, k, v, None, 0.2)
+    )
 
 
 def test_the_op_says_what_it_does_not_take():
     q, k, v = torch.randn(1, 4, 1, 32), *torch.randn(2, 1, 2, 9, 32)
     with pytest.raises(ValueError, match=r"does not take torch.float32 queries \(1, 4, 1, 32\) and keys .* on cpu"):
-        values_cuda.attention_of_values(q, k, v, None, 0.1)
+        triton_attention.attention_of_values(q, k, v, None, 0.1)
     for shape in ((1, 1, 1, 8), (1, 2, 1, 9), (1, 9)):
         with pytest.raises(ValueError, match=r"a mask of .* does not broadcast to \(1, 4, 1, 9\)"):
-            values_cuda.attention_of_values(q, k, v, torch.zeros(shape), 0.1)
+            triton_attention.attention_of_values(q, k, v, torch.zeros(shape), 0.1)
 
 
 @pytest.mark.gpu
@@ -165,6 +167,6 @@ def test_a_gpu_gives_what_the_definition_gives(queries, count, size, dtype):
         k, v = (torch.randn(2, 4, count, size, device="cuda").to(dtype) for _ in range(2))
         mask = torch.randn(2, 1, queries, count, device="cuda").to(dtype)
         mask[..., count * 3 // 4 :] = -math.inf
-        out, expected = values_cuda.attention_of_values(q, k, v, mask, 0.1), wanted(q, k, v, mask, 0.1)
+        out, expected = triton_attention.attention_of_values(q, k, v, mask, 0.1), wanted(q, k, v, mask, 0.1)
         bound = 4e-6 if dtype is torch.float32 else 3 * torch.finfo(dtype).eps
         assert out.dtype is dtype and (out - expected).abs().max() <= bound * expected.abs().max()

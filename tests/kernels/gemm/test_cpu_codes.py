@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import cpu_codes, cpu_library
+from mxtensor.kernels.gemm import cpu_codes
 from mxtensor.kernels.gemm.select import gemm, plan_of
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Unquantized
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FORMATS, get_format
 from mxtensor.numerics.operand import Operand
@@ -222,7 +223,6 @@ def test_codes_that_are_not_contiguous_are_copied():
     strided = Operand(w.data.t().contiguous().t(), w.scale, None, w.format, w.shape)
     args = GemmArgs(torch.float32)
     assert plan_of("test", x, strided, args).kernel.name == "cpu_codes"
-    assert cpu_codes.launch_for(x, x, strided, args) is None
     assert torch.equal(cpu_codes.run(x, strided, args), cpu_codes.run(x, w, args))
 
 
@@ -231,29 +231,6 @@ def test_training_takes_the_kernel_that_also_multiplies_values(op):
     x, w = torch.randn(2, 64), mx.quantize(torch.randn(32, 64), "mxfp8").rowwise
     plan = plan_of(op, x, w, GemmArgs(torch.float32))
     assert plan.kernel.name == "emulated" and "training multiplies values" in plan.refusals["cpu_codes"]
-
-
-@pytest.mark.parametrize("config", ["mxfp8-weight-only", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_the_second_call_takes_the_launch_of_the_plan(config, dtype):
-    layer = torch.nn.Linear(96, 40).to(dtype)
-    mx.quantize_(layer, config)
-    with torch.no_grad():
-        for x in (torch.randn(2, 3, 96, dtype=dtype), torch.randn(96, dtype=dtype)):
-            first = layer(x)
-            assert torch.equal(layer(x), first)
-            other = torch.randn_like(x)
-            with mx.kernels("cpu_codes"):
-                want = layer(other)
-            assert torch.equal(layer(other), want)
-
-
-def test_a_launch_gives_its_number_back():
-    w, x = mx.quantize(torch.randn(8, 32), "mxfp8").rowwise, torch.randn(1, 32)
-    launch = cpu_codes.launch_for(x, x, w, GemmArgs(torch.float32))
-    number = launch._number
-    del launch
-    assert cpu_codes.launch_for(x, x, w, GemmArgs(torch.float32))._number == number
 
 
 def test_a_compiled_graph_calls_the_op():
@@ -288,14 +265,14 @@ def test_the_first_use_may_be_a_compiled_graph():
 
 
 def test_a_graph_from_elsewhere_says_why_it_cannot_run(monkeypatch):
-    monkeypatch.setattr(cpu_library, "library", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(cpu_codes, "library", lambda: "there is no C++ compiler")
     with pytest.raises(RuntimeError, match="was compiled elsewhere, and there is no C"):
-        cpu_library._first_call(torch.zeros(1, 32))
+        cpu_codes._first_call(torch.zeros(1, 32))
 
 
 def test_the_op_is_for_the_cpu():
     with pytest.raises(ValueError, match="mxtensor::cpu_linear needs tensors on the CPU, not on cuda"):
-        cpu_library._first_call(mock.Mock(device=torch.device("cuda")))
+        cpu_codes._first_call(mock.Mock(device=torch.device("cuda")))
 
 
 BAD = [
@@ -311,26 +288,26 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "reason"), BAD)
 def test_the_op_checks_what_it_gets(change, reason):
-    assert isinstance(cpu_library.library(), cpu_library.Library)
+    assert isinstance(cpu_codes.library(), cpu_codes.Library)
     given = {
         "x": torch.zeros(1, 32), "data": torch.zeros(8, 32, dtype=torch.uint8),
         "scale": torch.zeros(8, 1, dtype=torch.uint8), "global_scale": None, "x_global": None, "bias": None,
         "format": (0, 0, 1, 32), "alpha": 1.0, "beta": 1.0, "out_dtype": torch.float32, "cast": (), "amax_epsilon": 0.0,
     }  # fmt: skip
-    assert not cpu_library.linear(*given.values()).any()
+    assert not cpu_codes.linear(*given.values()).any()
     with pytest.raises(ValueError, match=reason):
-        cpu_library.linear(*(given | change).values())
+        cpu_codes.linear(*(given | change).values())
 
 
 @pytest.mark.exhaustive
 def test_without_a_compiler_the_plain_path_runs(tmp_path):
     script = (
         "import torch, mxtensor as mx\n"
-        "from mxtensor.kernels.gemm import cpu_library\n"
+        "from mxtensor.kernels.gemm import cpu_codes\n"
         "l = torch.nn.Linear(64, 32); mx.quantize_(l, 'mxfp8-weight-only')\n"
         "with torch.no_grad(), mx.explain() as log: l(torch.randn(1, 64))\n"
         "assert 'emulated' in str(log), log\n"
-        "assert 'did not build' in cpu_library.library()\n"
+        "assert 'did not build' in cpu_codes.library()\n"
     )
     environment = {**os.environ, "CXX": str(tmp_path / "none"), "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
@@ -350,7 +327,7 @@ def test_a_weight_changed_in_place_is_seen():
 
 THREADS = """
 import os, time, torch, mxtensor as mx
-from mxtensor.kernels.gemm.cpu_library import library
+from mxtensor.kernels.gemm.cpu_codes import library
 w, x = mx.quantize(torch.randn(2048, 256), "mxfp8"), torch.randn(2, 256)
 library()
 torch.set_num_threads(2)

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import cpu_library
+from mxtensor.kernels.gemm import cpu_codes
 from mxtensor.kernels.gemm.select import gemm, grouped_gemm, grouped_plan_of
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Unquantized
 from mxtensor.numerics.formats import FORMATS, get_format
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode_local, encode
@@ -142,19 +143,19 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "reason"), BAD)
 def test_the_op_checks_what_it_gets(change, reason):
-    assert isinstance(cpu_library.library(), cpu_library.Library)
+    assert isinstance(cpu_codes.library(), cpu_codes.Library)
     given = {
         "x": torch.zeros(1, 32), "data": torch.zeros(2, 8, 32, dtype=torch.uint8),
         "scale": torch.zeros(2, 8, 1, dtype=torch.uint8), "global_scale": None, "x_global": None,
         "ends": torch.zeros(2, dtype=torch.int32), "format": (0, 0, 1, 32), "alpha": 1.0, "out_dtype": torch.float32,
         "cast": (), "amax_epsilon": 0.0,
     }  # fmt: skip
-    assert not cpu_library.linear_groups(*given.values()).any()
+    assert not cpu_codes.linear_groups(*given.values()).any()
     with pytest.raises(ValueError, match=reason):
-        cpu_library.linear_groups(*(given | change).values())
+        cpu_codes.linear_groups(*(given | change).values())
 
 
 def test_a_graph_from_elsewhere_says_why_it_cannot_run(monkeypatch):
-    monkeypatch.setattr(cpu_library, "library", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(cpu_codes, "library", lambda: "there is no C++ compiler")
     with pytest.raises(RuntimeError, match="cpu_linear_groups is in a graph that was compiled elsewhere, and there is"):
-        cpu_library._first_call_with_groups(torch.zeros(1, 32))
+        cpu_codes._first_call_with_groups(torch.zeros(1, 32))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mxtensor.kernels.gemm import cpu_library
+from mxtensor.kernels.gemm import cpu_codes
 
 ROOT = Path(__file__).parents[3]
 NEON = ROOT / "tests" / "helpers" / "neon" / "arm_neon.h"
@@ -38,22 +38,22 @@ for name in t.ELEMENTS:
 
 
 def check(script, name, variable):
-    environment = {**os.environ, cpu_library.VARIABLE: variable, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, cpu_codes.VARIABLE: variable, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", script, name]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", cpu_library.usable_instructions()[1:])
+@pytest.mark.parametrize("name", cpu_codes.usable_instructions()[1:])
 def test_other_instruction_sets(name):
     check(CHECK, name, name)
 
 
 def emulate():
     """Build the products of this process with the instructions of ARM, element by element; for a process of its own."""
-    cpu_library.FLAGS = (*cpu_library.FLAGS, "-DMX_NEON", f"-I{NEON.parent}", f"-I{cpu_library.HERE}")
-    cpu_library.HEADERS = (*cpu_library.HEADERS, NEON)
+    cpu_codes.FLAGS = (*cpu_codes.FLAGS, "-DMX_NEON", f"-I{NEON.parent}", f"-I{cpu_codes.HERE}")
+    cpu_codes.HEADERS = (*cpu_codes.HEADERS, NEON)
 
 
 @pytest.mark.exhaustive
@@ -64,17 +64,17 @@ def test_the_instructions_of_arm_emulated():
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])
 def test_a_processor_of_arm_has_its_instructions(machine, monkeypatch):
-    monkeypatch.setattr(cpu_library.platform, "machine", lambda: machine)
-    monkeypatch.delenv(cpu_library.VARIABLE, raising=False)
-    assert cpu_library.instructions() == ("neon", ())
-    monkeypatch.setenv(cpu_library.VARIABLE, "plain")
-    assert cpu_library.instructions() == ("plain", ("-DMX_PLAIN",))
-    monkeypatch.setenv(cpu_library.VARIABLE, "avx2")
+    monkeypatch.setattr(cpu_codes.platform, "machine", lambda: machine)
+    monkeypatch.delenv(cpu_codes.VARIABLE, raising=False)
+    assert cpu_codes.instructions() == ("neon", ())
+    monkeypatch.setenv(cpu_codes.VARIABLE, "plain")
+    assert cpu_codes.instructions() == ("plain", ("-DMX_PLAIN",))
+    monkeypatch.setenv(cpu_codes.VARIABLE, "avx2")
     with pytest.raises(ValueError, match="this processor runs neon, plain"):
-        cpu_library.instructions()
+        cpu_codes.instructions()
 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch):
-    monkeypatch.setenv(cpu_library.VARIABLE, "avx1024")
+    monkeypatch.setenv(cpu_codes.VARIABLE, "avx1024")
     with pytest.raises(ValueError, match=r"MXTENSOR_CPU_INSTRUCTIONS is 'avx1024'; this processor runs .*plain"):
-        cpu_library.instructions()
+        cpu_codes.instructions()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm.spec import Unquantized
+from mxtensor.kernels.operands import Unquantized
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.elements import decode_elements
 from mxtensor.numerics.formats import get_format

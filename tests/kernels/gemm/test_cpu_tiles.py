@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import cpu_library
+from mxtensor.kernels.gemm import cpu_codes
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.reference import encode
 from tests.kernels.gemm import test_cpu_codes as codes
@@ -18,28 +18,28 @@ from tests.kernels.gemm import test_cpu_codes as codes
 ROOT = Path(__file__).parents[3]
 EMULATED = ROOT / "tests" / "helpers" / "emulated_tiles.h"
 ROWS = 1, 192
-needs_x86 = pytest.mark.skipif("avx2" not in cpu_library.usable_instructions(),
+needs_x86 = pytest.mark.skipif("avx2" not in cpu_codes.usable_instructions(),
                                reason="needs a processor with AVX2 or more")  # fmt: skip
-needs_amx = pytest.mark.skipif("amx" not in cpu_library.usable_instructions(), reason="this processor has no AMX")
+needs_amx = pytest.mark.skipif("amx" not in cpu_codes.usable_instructions(), reason="this processor has no AMX")
 
 
 def emulate():
     """Build the products of this process with emulated tile registers; for a process of its own."""
-    cpu_library.TILE_ROWS = ROWS
-    emulated = "-ffp-contract=off", f'-DMX_TILES="{EMULATED}"', *cpu_library.tile_flags()
-    cpu_library.FLAGS = (*cpu_library.FLAGS, *emulated)
-    cpu_library.HEADERS = (*cpu_library.HEADERS, EMULATED)
+    cpu_codes.TILE_ROWS = ROWS
+    emulated = "-ffp-contract=off", f'-DMX_TILES="{EMULATED}"', *cpu_codes.tile_flags()
+    cpu_codes.FLAGS = (*cpu_codes.FLAGS, *emulated)
+    cpu_codes.HEADERS = (*cpu_codes.HEADERS, EMULATED)
 
 
 def real():
     """Build the products of this process with the tile registers of AMX from one row on."""
-    cpu_library.TILE_ROWS = ROWS
-    assert cpu_library.library().instructions == "amx"
+    cpu_codes.TILE_ROWS = ROWS
+    assert cpu_codes.library().instructions == "amx"
 
 
 def steps():
     """Steps that were multiplied in emulated registers."""
-    return cpu_library.library().kernels.mx_emulated_steps()
+    return cpu_codes.library().kernels.mx_emulated_steps()
 
 
 def weight(name, n, k):
@@ -127,14 +127,14 @@ def test_tiles_have_the_bits_of_the_emulation(tmp_path):
 
 
 def test_tiles_are_for_processors_whose_system_permits_them(monkeypatch):
-    monkeypatch.setattr(cpu_library, "instruction_sets", lambda: set(cpu_library.X86["amx"][0]))
-    monkeypatch.setattr(cpu_library.platform, "machine", lambda: "x86_64")
-    monkeypatch.delenv(cpu_library.VARIABLE, raising=False)
+    monkeypatch.setattr(cpu_codes, "instruction_sets", lambda: set(cpu_codes.X86["amx"][0]))
+    monkeypatch.setattr(cpu_codes.platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv(cpu_codes.VARIABLE, raising=False)
     for permitted, name in ((True, "amx"), (False, "avx512")):
-        monkeypatch.setattr(cpu_library, "permits_tiles", lambda permitted=permitted: permitted)
-        wanted, flags = cpu_library.instructions()
+        monkeypatch.setattr(cpu_codes, "permits_tiles", lambda permitted=permitted: permitted)
+        wanted, flags = cpu_codes.instructions()
         assert wanted == name and ("-mamx-bf16" in flags) is permitted and "-mavx512bf16" in flags
-        assert (f"-DTILES_FROM={cpu_library.TILE_ROWS[0]}" in flags) is permitted
+        assert (f"-DTILES_FROM={cpu_codes.TILE_ROWS[0]}" in flags) is permitted
 
 
 def test_a_compiler_that_does_not_know_tiles_builds_the_next_set(monkeypatch):
@@ -144,8 +144,8 @@ def test_a_compiler_that_does_not_know_tiles_builds_the_next_set(monkeypatch):
         built.append(flags)
         return "linear.cpp did not build"
 
-    monkeypatch.setattr(cpu_library, "load", load)
-    monkeypatch.delenv(cpu_library.VARIABLE, raising=False)
-    monkeypatch.setattr(cpu_library, "instructions", lambda: ("amx", cpu_library.flags_of("amx")))
-    assert cpu_library.load_kernels() == "linear.cpp did not build"
+    monkeypatch.setattr(cpu_codes, "load", load)
+    monkeypatch.delenv(cpu_codes.VARIABLE, raising=False)
+    monkeypatch.setattr(cpu_codes, "instructions", lambda: ("amx", cpu_codes.flags_of("amx")))
+    assert cpu_codes.load_kernels() == "linear.cpp did not build"
     assert ["-mamx-bf16" in flags for flags in built] == [True, False] and "-mavx512vbmi" in built[1]

@@ -15,8 +15,9 @@ import mxtensor as mx
 from mxtensor.core.kernel import Spec
 from mxtensor.core.select import decide
 from mxtensor.kernels.gemm import fp8_rows, fp8_rows_cache, scaled_mm, select
-from mxtensor.kernels.gemm.fp8_rows_operand import matrix_of, rows_of_operand
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized, format_of
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Unquantized, format_of
+from mxtensor.kernels.quantize.to_row_scaled import matrix_of, rows_of_operand
 from mxtensor.numerics import derived
 from mxtensor.numerics.formats import get_format
 from mxtensor.numerics.operand import Operand
@@ -239,9 +240,9 @@ def test_what_it_refuses(device):
     def reason(*args, **kwargs):
         return chosen(*args, **kwargs).refusals["fp8_rows"]
 
-    assert "is slower than others for 96 rows" in reason("mxfp8", "mxfp8", 96, 65536, 4096)
-    assert "small_m is expected to be faster: " in reason("mxfp8", "mxfp8", 128, 2880, 2048)
-    assert "dequant is expected to be faster: " in reason("mxfp8", "mxfp4", 1024, 2880, 2880, op="fprop")
+    assert "for at least 128 rows, this product has 96 rows" in reason("mxfp8", "mxfp8", 96, 65536, 4096)
+    assert " us expected, small_m " in reason("mxfp8", "mxfp8", 128, 2880, 2048)
+    assert " us expected, dequant " in reason("mxfp8", "mxfp4", 1024, 2880, 2880, op="fprop")
     assert "multiples of 16, got 4096 and 4100" in reason("mxfp8", "mxfp8", 4096, 4100, 4096)
     assert "multiples of 16, got 4104 and 4096" in reason("mxfp8", "mxfp8", 4096, 4096, 4104)
     assert "not float32" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, GemmArgs(FP32))
@@ -250,7 +251,7 @@ def test_what_it_refuses(device):
     assert "'dequant' was asked for" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, prefer="dequant")
     assert "bias" in reason("mxfp8", "mxfp8", 4096, 4096, 4096, GemmArgs(BF16, torch.empty(4096, 4096, dtype=BF16)))
     device((8, 9))
-    assert "is slower than others for 128 rows" in reason("mxfp8", "mxfp8", 128, 4096, 4096)
+    assert "for at least 128 rows and 1572864 values of the result" in reason("mxfp8", "mxfp8", 128, 4096, 4096)
     device((8, 0))
     assert "needs sm89" in reason("mxfp8", "mxfp8", 4096, 4096, 4096)
     device((10, 0))

@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.kernels.gemm.fp8_rows_by_codes import PAIR, wants_rows, why_not_by_codes, why_not_rows
-from mxtensor.kernels.gemm.spec import Form, Unquantized
+from mxtensor.kernels.operands import Form, Unquantized
+from mxtensor.kernels.quantize.to_row_scaled_both import PAIR_BY_CODES, wants_rows, why_not_by_codes, why_not_rows
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
 from tests.helpers.row_scaled import check_rows
@@ -35,11 +35,11 @@ def check(made, x, cast):
 
 def case(name, shape, device):
     x, cast = wide_range(*shape, device=device), mx.Cast.of(name)
-    row, column = PAIR.run(x, cast, Form.ROWS, Form.ROWS)
+    row, column = PAIR_BY_CODES.run(x, cast, Form.ROWS, Form.ROWS)
     check(row, x, cast), check(column, x.mT.contiguous(), cast)
-    one, none = PAIR.run(x, cast, Form.ROWS, None)
+    one, none = PAIR_BY_CODES.run(x, cast, Form.ROWS, None)
     assert none is None and torch.equal(one.codes, row.codes)
-    none, other = PAIR.run(x, cast, None, Form.ROWS)
+    none, other = PAIR_BY_CODES.run(x, cast, None, Form.ROWS)
     assert none is None and torch.equal(other.codes, column.codes)
 
 
@@ -81,8 +81,8 @@ def test_one_of_both_ways_makes_the_rows_that_a_product_wants():
 def test_a_traced_cast_has_the_shapes_of_the_eager_one(pretend):
     pretend((9, 0))
     cast, x = mx.Cast.of("mxfp8[32x32]"), wide_range(64, 96)
-    eager = PAIR.run(x, cast, Form.ROWS, Form.ROWS)
+    eager = PAIR_BY_CODES.run(x, cast, Form.ROWS, Form.ROWS)
     with FakeTensorMode():
-        fake = PAIR.run_traced(torch.empty(64, 96, dtype=BF16), cast, Form.ROWS, Form.ROWS)
+        fake = PAIR_BY_CODES.run_traced(torch.empty(64, 96, dtype=BF16), cast, Form.ROWS, Form.ROWS)
     for one, two in zip(eager, fake, strict=True):
         assert [(t.shape, t.dtype) for t in one[:4]] == [(t.shape, t.dtype) for t in two[:4]]

@@ -11,12 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import fp8_rows_groups, fp8_rows_groups_mm, scaled_mm_contract
-from mxtensor.kernels.gemm.fp8_rows_groups import scales_of_groups
-from mxtensor.kernels.gemm.row_operand import RowOperand, values_of_rows
+from mxtensor.kernels.gemm import fp8_rows_grouped, scaled_mm_contract
+from mxtensor.kernels.gemm.fp8_rows_grouped import scales_of_groups
 from mxtensor.kernels.gemm.scaled_mm_contract import Product
 from mxtensor.kernels.gemm.select import GROUPED, GROUPED_WGRAD, grouped_wgrad
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import RowOperand, Unquantized, values_of_rows
 from mxtensor.numerics.groups import Groups
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
@@ -30,10 +30,10 @@ from mxtensor.recipe import (
     MXFP8BlockScaling,
 )
 from mxtensor.training import passes
+from mxtensor.training.casts import layout_of
+from mxtensor.training.delayed_scaling import Scales, amax_of
 from mxtensor.training.linear import linear
-from mxtensor.training.operands import Scales, amax_of
 from mxtensor.training.passes import Inputs, Options
-from mxtensor.training.stack_operands import layout_of
 from tests.helpers.compare import assert_same_product, relative_error
 from tests.helpers.no_sync import no_host_sync
 from tests.helpers.stand_in import BF16, BLACKWELL, FP32, HOPPER, pretend, spec_of
@@ -53,7 +53,7 @@ SIZES = [5, 0, 40, 32, 1]
 
 @pytest.fixture(autouse=True)
 def torch_multiplies(monkeypatch):
-    monkeypatch.setattr(fp8_rows_groups_mm, "fastest", lambda m, n, k: None)
+    monkeypatch.setattr(fp8_rows_grouped, "_tile", lambda *_: None)
 
 
 def ends_of(sizes, device="cpu"):
@@ -92,7 +92,7 @@ def test_each_group_of_rows_meets_its_own_weight(pretend, monkeypatch):
     pretend(HOPPER)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", product_of_groups)
     a, b = rows(values(sum(SIZES) + 2, 64)), rows(values(5, 48, 64))
-    y = fp8_rows_groups.run(a, b, ends_of(SIZES), GemmArgs(BF16))
+    y = fp8_rows_grouped.run(a, b, ends_of(SIZES), GemmArgs(BF16))
     x, w, start = values_of_rows(a), values_of_rows(b), 0
     assert w.shape == (5, 48, 64) and y.shape == (80, 48) and y.dtype is BF16
     for i, n in enumerate(SIZES):
@@ -107,7 +107,7 @@ def test_each_group_of_columns_gives_a_matrix(pretend, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_grouped_mm", columns_of_groups)
     groups = Groups(ends_of(SIZES), sum(SIZES) + 2, 32)
     a, b = (rows(groups.padded(values(80, cols)).t()) for cols in (48, 64))
-    y = fp8_rows_groups.run_wgrad(a, b, groups, GemmArgs(BF16))
+    y = fp8_rows_grouped.run_wgrad(a, b, groups, GemmArgs(BF16))
     assert y.shape == (5, 48, 64) and y.dtype is BF16 and not y[1].any()
     ends = [0, *groups.padded_ends.tolist()]
     for i, n in enumerate(SIZES):
@@ -132,7 +132,7 @@ def test_columns_may_have_scales_of_their_own_in_each_group(pretend, monkeypatch
         codes = torch.cat([one.codes for one in alone] + [whole.codes[:, ends[-1] :]], 1)
         scale, out_of_range = (torch.cat([one[i] for one in alone]) for i in (1, 2))
         sides.append(whole._replace(codes=codes, row_scale=scale, out_of_range=out_of_range, groups=2))
-    y = fp8_rows_groups.run_wgrad(*sides, groups, GemmArgs(BF16))
+    y = fp8_rows_grouped.run_wgrad(*sides, groups, GemmArgs(BF16))
     for i, (start, end) in enumerate(pairwise(ends)):
         alone = [rows(groups.padded(t).t()[:, start:end]) for t in x]
         left, right = map(values_of_rows, alone)
@@ -144,7 +144,7 @@ def test_a_row_too_large_for_a_scale_is_nan_and_never_a_number(pretend, monkeypa
     monkeypatch.setattr(torch, "_scaled_grouped_mm", product_of_groups)
     x = torch.randn(32, 64)
     x[3] *= 2.0**90
-    y = fp8_rows_groups.run(rows(x), rows(torch.randn(2, 16, 64)), ends_of([16, 16]), GemmArgs(BF16))
+    y = fp8_rows_grouped.run(rows(x), rows(torch.randn(2, 16, 64)), ends_of([16, 16]), GemmArgs(BF16))
     assert y[3].isnan().all() and y.isnan().sum() == 16
 
 
@@ -241,7 +241,7 @@ def test_blackwell_multiplies_codes(pretend):
 
 def refusal(a, b, args=None, out_dtype=BF16):
     args = args or GemmArgs(out_dtype)
-    return fp8_rows_groups.refuses(spec_of(a, b, out_dtype), a, b, ends_of([128, 128]), args)
+    return fp8_rows_grouped.refuses(spec_of(a, b, out_dtype), a, b, ends_of([128, 128]), args)
 
 
 def test_each_refusal_says_why(pretend):
@@ -250,7 +250,7 @@ def test_each_refusal_says_why(pretend):
     x, w = Unquantized(torch.randn(256, 64, dtype=BF16), CAST), Unquantized(torch.randn(2, 32, 64, dtype=BF16), CAST)
     for reason, words in (
         (refusal(x, encode(w.x, CAST)), "multiplies operands that are cast for it in training"),
-        (refusal(Unquantized(x.x[:32], CAST), w), "is slower than others for 32 rows in 2 groups"),
+        (refusal(Unquantized(x.x[:32], CAST), w), "for at least 128 rows a group, this product has 32 in 2 groups"),
         (refusal(x, Unquantized(w.x[:, :24], CAST)), "needs K and N in multiples of 16, got 64 and 24"),
         (refusal(x, w, out_dtype=FP32), "returns bfloat16, the result is float32"),
         (refusal(x, w, GemmArgs(BF16, None, 2.0)), "before an alpha or a bias could be applied"),
@@ -259,7 +259,7 @@ def test_each_refusal_says_why(pretend):
     ):
         assert reason is not None and words in reason, reason
     many = spec_of(x, w, BF16)._replace(shapes=((1 << 18, 64), (1024, 32, 64)))
-    reason = fp8_rows_groups.refuses(many, x, w, ends_of([1]), GemmArgs(BF16))
+    reason = fp8_rows_grouped.refuses(many, x, w, ends_of([1]), GemmArgs(BF16))
     assert "at most 1023 groups, got 1024" in reason
 
 

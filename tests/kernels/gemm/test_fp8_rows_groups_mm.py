@@ -5,11 +5,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor  # noqa: F401
-from mxtensor.kernels.gemm import fp8_rows_groups_costs as costs
-from mxtensor.kernels.gemm import fp8_rows_groups_mm as groups_mm
-from mxtensor.kernels.gemm.fp8_rows_groups_costs import NARROW, WIDE, Tile
+from mxtensor.kernels import expected_time
+from mxtensor.kernels.gemm import fp8_rows_grouped as groups_mm
+from mxtensor.kernels.gemm.fp8_rows_grouped import FEW_VALUES, NARROW, VALUES, WIDE, Tile
 from mxtensor.numerics.groups import Groups
-from mxtensor.numerics.row_scaled_bound import FLOAT32_SUMS
+from mxtensor.numerics.row_scaled import FLOAT32_SUMS
 from tests.helpers.stand_in import BF16
 
 pytest.importorskip("triton")
@@ -116,7 +116,7 @@ def test_the_columns_of_each_group_give_a_matrix(monkeypatch, tile, height, widt
     columns_case("cpu", tile, sizes, after, height, width, block, FLOAT32_SUMS)
 
 
-TILES_OF = {False: (NARROW, WIDE), True: (costs.VALUES, costs.FEW_VALUES)}
+TILES_OF = {False: (NARROW, WIDE), True: (VALUES, FEW_VALUES)}
 """Whether values are multiplied -> the tiles."""
 OTHERS = [(torch.float8_e5m2, E4M3), (E4M3, torch.float8_e5m2), (BF16, BF16)]
 
@@ -173,19 +173,24 @@ def test_ends_that_are_not_ends_write_nothing_outside(monkeypatch, ends):
 
 
 def test_the_tiles_of_torch_are_known():
-    """The three shapes of benchmarks/train_grouped.py: rows of a group, N, K."""
-    assert [costs.torch_tile(*s) for s in ((2048, 14336, 4096), (512, 2048, 2048), (512, 1536, 4096))] == [
-        "128x128", "128x128", "128x256",
-    ]  # fmt: skip
-    assert costs.torch_tile(128, 4096, 4096) == costs.torch_tile(4096, 64, 4096) == "64x128"
+    """The three shapes of benchmarks/training.py: rows of a group, N, K."""
+    figures = expected_time.figures_of((9, 0))
+    tiles = {
+        (2048, 14336, 4096): "128x128", (512, 2048, 2048): "128x128", (512, 1536, 4096): "128x256",
+        (128, 4096, 4096): "64x128", (4096, 64, 4096): "64x128",
+    }  # fmt: skip
+    for sizes, tile in tiles.items():
+        expected = expected_time.grouped(figures, f"torch {tile}", *sizes)
+        assert expected_time.grouped(figures, "torch", *sizes) == expected > 0
 
 
-def test_the_faster_product_runs(monkeypatch):
-    assert costs.fastest(2048, 14336, 4096) is None  # torch's tile is the best there
-    assert costs.fastest(512, 1536, 4096) == costs.fastest(512, 2048, 2048) == WIDE
-    assert costs.fastest(1536, 4096, 512) == costs.fastest(128, 768, 2048) == NARROW
-    monkeypatch.setattr(costs, "TORCH_RATES", dict.fromkeys(costs.TORCH_RATES, (600,) * 4))
-    assert costs.fastest(2048, 14336, 4096) == WIDE and costs.fastest(1536, 4096, 512) is None
+def test_the_faster_product_runs():
+    def tile(m, n, k):
+        return groups_mm._tile(codes(1), codes(1), m, n, k)
+
+    assert tile(2048, 14336, 4096) is None  # torch's tile is the best there
+    assert tile(512, 1536, 4096) == tile(512, 2048, 2048) == WIDE
+    assert tile(1536, 4096, 512) == tile(128, 768, 2048) == NARROW
 
 
 def test_what_torch_does_not_multiply_takes_a_tile_of_this_package(monkeypatch):
@@ -195,14 +200,14 @@ def test_what_torch_does_not_multiply_takes_a_tile_of_this_package(monkeypatch):
     )
     assert groups_mm._tile(e4m3, e4m3, *sizes) is None
     assert groups_mm._tile(e5m2, e4m3, *sizes) == groups_mm._tile(e4m3, e5m2, *sizes) == WIDE
-    for capability, tile in (((9, 0), costs.VALUES), ((8, 9), costs.FEW_VALUES)):
+    for capability, tile in (((9, 0), VALUES), ((8, 9), FEW_VALUES)):
         monkeypatch.setattr(groups_mm.triton_launch, "instructions_of", lambda device, has=capability: has)
         assert groups_mm._tile(values, values, *sizes) == tile
 
 
 @interpreted
 def test_the_op_is_the_product_and_checks_its_arguments(monkeypatch):
-    monkeypatch.setattr(groups_mm, "fastest", lambda m, n, k: SMALL)
+    monkeypatch.setattr(groups_mm, "_tile", lambda *_: SMALL)
     op = torch.ops.mxtensor.fp8_rows_grouped_mm
     ends = ends_of([20, 20])
     a, b, scale_a, scale_b = codes(48, 64), codes(2, 32, 64), scales(48), scales(64)

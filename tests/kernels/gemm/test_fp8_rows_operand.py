@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import fp8_rows_operand
-from mxtensor.kernels.gemm.fp8_rows_operand import Tile, matrix_of, rows_of_operand, rows_of_values, why_not_in_one
+from mxtensor.kernels.quantize import to_row_scaled
+from mxtensor.kernels.quantize.to_row_scaled import Tile, matrix_of, rows_of_operand, rows_of_values, why_not_in_one
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
@@ -26,7 +26,7 @@ IN_ONE = [n for n in STORED if why_not_in_one(torch.empty(1), mx.Cast.of(n)) is 
 def tiles(request, monkeypatch):
     if request.param == "steps":
         for name in ("CAST", "OPERAND"):
-            monkeypatch.setattr(fp8_rows_operand, name, Tile(128, 128, 1024, 16))
+            monkeypatch.setattr(to_row_scaled, name, Tile(128, 128, 1024, 16))
 
 
 @pytest.mark.exhaustive(quick=4)

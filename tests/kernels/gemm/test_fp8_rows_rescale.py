@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm.fp8_rows_operand import constants_of
+from mxtensor.kernels.quantize.to_row_scaled import constants_of
 from mxtensor.kernels.quantize.triton_common import code_of
 from mxtensor.kernels.runtime import triton_launch
 from tests.helpers import ptx
@@ -15,7 +15,7 @@ from tests.helpers.float8_instructions import rounded
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-kernels = importlib.import_module("mxtensor.kernels.triton_device.row_scaled_rescale")
+kernels = importlib.import_module("mxtensor.kernels.triton_device.row_scaled")
 shift_word = kernels.shift_word
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_fp8_rows compares the operands"),

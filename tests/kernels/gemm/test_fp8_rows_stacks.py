@@ -7,8 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import fp8_rows_both, fp8_rows_ops
-from mxtensor.kernels.gemm.fp8_rows_both import (
+from mxtensor.kernels.operands import Form
+from mxtensor.kernels.quantize import to_row_scaled_both, triton_common
+from mxtensor.kernels.quantize.choose_pair import cast_groups, cast_rows_first
+from mxtensor.kernels.quantize.to_row_scaled_both import (
     columns_by_exponents,
     rows_and_column_exponents,
     rows_of_both,
@@ -16,9 +18,6 @@ from mxtensor.kernels.gemm.fp8_rows_both import (
     why_not_groups,
     why_not_rows_first,
 )
-from mxtensor.kernels.gemm.spec import Form
-from mxtensor.kernels.quantize import triton_tiles
-from mxtensor.kernels.quantize.select_pair import cast_groups, cast_rows_first
 from mxtensor.numerics.groups import Groups
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
@@ -37,24 +36,24 @@ SIZES = [5, 0, 40, 33]
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(fp8_rows_both, "BUSY", 0)
-        monkeypatch.setattr(triton_tiles, "EXPONENTS", (32, 4))
-        monkeypatch.setattr(triton_tiles, "ROWS_FIRST", (256, triton_tiles.ROWS_FIRST[1]))
-        for form in triton_tiles.ROW_SCALED:
-            monkeypatch.setitem(triton_tiles.ROW_SCALED, form, (1, 32, 4))
+        monkeypatch.setattr(to_row_scaled_both, "BUSY", 0)
+        monkeypatch.setattr(triton_common, "EXPONENT_TILE", (32, 4))
+        monkeypatch.setattr(triton_common, "ROWS_FIRST_TILE", (256, triton_common.ROWS_FIRST_TILE[1]))
+        for form in triton_common.ROW_SCALED_TILES:
+            monkeypatch.setitem(triton_common.ROW_SCALED_TILES, form, (1, 32, 4))
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Memory of operands starts with codes of values."""
-    whole = fp8_rows_both.empty_operand
+    whole = to_row_scaled_both.empty_operand
 
     def empty(*args):
         made = whole(*args)
         made.memory.fill_(0x35)
         return made
 
-    monkeypatch.setattr(fp8_rows_both, "empty_operand", empty)
+    monkeypatch.setattr(to_row_scaled_both, "empty_operand", empty)
 
 
 def wide(count, rows, cols, device="cpu"):
@@ -196,11 +195,11 @@ def test_the_random_numbers_of_groups_are_those_of_the_padded_matrix(name):
 @interpreted
 def test_a_transposed_stack_is_read_in_the_order_of_memory():
     x, cast = wide(2, 16, 32).mT, mx.Cast.of("mxfp8")
-    row, column = fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, Form.ROWS)
+    row, column = to_row_scaled_both.PAIR.run(x, cast, Form.ROWS, Form.ROWS)
     check_stack(row, x.contiguous(), cast), check_stack(column, x.mT.contiguous(), cast)
-    row, column = fp8_rows_ops.PAIR.run(x, cast, Form.ROWS, None)
+    row, column = to_row_scaled_both.PAIR.run(x, cast, Form.ROWS, None)
     assert column is None and check_stack(row, x.contiguous(), cast)
-    row, column = fp8_rows_ops.PAIR.run(x, cast, None, Form.ROWS)
+    row, column = to_row_scaled_both.PAIR.run(x, cast, None, Form.ROWS)
     assert row is None and check_stack(column, x.mT.contiguous(), cast)
 
 
@@ -222,12 +221,12 @@ def test_ends_that_are_not_ends_write_nothing_outside(ends, monkeypatch):
     guards = []
 
     def guarded(shape, cast, device, groups=1):
-        size = fp8_rows_both.sections(cast.format, shape, groups)[1]
+        size = to_row_scaled_both.sections(cast.format, shape, groups)[1]
         memory = torch.full((size + 1024,), 0x5A, dtype=torch.uint8)
         guards.append((memory[:512], memory[512 + size :]))
-        return fp8_rows_both.RowOperand.inside(memory.narrow(0, 512, size), cast.format, shape, groups)
+        return to_row_scaled_both.RowOperand.inside(memory.narrow(0, 512, size), cast.format, shape, groups)
 
-    monkeypatch.setattr(fp8_rows_both, "empty_operand", guarded)
+    monkeypatch.setattr(to_row_scaled_both, "empty_operand", guarded)
     row, _ = rows_of_groups(x, cast, groups)
     assert len(guards) == 2 and all((t == 0x5A).all() for pair in guards for t in pair)
     if ends == [64, 64]:
@@ -250,7 +249,7 @@ def test_what_is_not_cast_by_groups():
 
 
 def test_which_rows_are_cast_as_they_are_read(monkeypatch):
-    monkeypatch.setattr(fp8_rows_both, "BUSY", 12)
+    monkeypatch.setattr(to_row_scaled_both, "BUSY", 12)
     x, cast = torch.empty(4096, 4096, dtype=BF16), mx.Cast.of("mxfp8")
     assert why_not_rows_first(x, cast) is None
     for words, *case in (
@@ -265,7 +264,7 @@ def test_which_rows_are_cast_as_they_are_read(monkeypatch):
 
 def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend, monkeypatch):
     pretend((9, 0))
-    monkeypatch.setattr(fp8_rows_both, "launch", lambda *_: None)
+    monkeypatch.setattr(to_row_scaled_both, "launch", lambda *_: None)
     cast, x = mx.Cast.of("mxfp8"), torch.randn(48, 64).to(BF16)
     groups = Groups(torch.tensor([30, 40], dtype=torch.int32), 48, 32)
     stack = torch.randn(2, 32, 64).to(BF16)

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.core import devices, plan
-from mxtensor.core.kernel import Spec
-from mxtensor.core.plan import PLANS
+from mxtensor.core import devices, kernel
+from mxtensor.core.kernel import PLANS, Spec
 from mxtensor.core.select import decide, plan_for
 from mxtensor.kernels.gemm import dot_scaled, scaled_mm_contract
 from mxtensor.kernels.gemm.select import GEMM, GROUPED, _spec, gemm, grouped_gemm, plan_of
-from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized, facts_of
-from mxtensor.kernels.quantize.select import fake_quantize, quantize_operand
+from mxtensor.kernels.gemm.spec import GemmArgs, facts_of
+from mxtensor.kernels.operands import FakeQuantized, Unquantized
+from mxtensor.kernels.quantize.choose_cast import fake_quantize, quantize_operand
 from mxtensor.kernels.runtime import nvrtc, triton_launch
 from mxtensor.tensor.quantize_as import quantize_as
 from tests.helpers.compare import assert_same_product, relative_error
@@ -354,7 +354,7 @@ def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capabilit
     for module in (devices, dot_scaled):
         monkeypatch.setattr(module, "device_capability", lambda device: capability)
     monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: (13, 0))
-    monkeypatch.setattr(plan, "MAX_PLANS", 1 << 20)
+    monkeypatch.setattr(kernel, "MAX_PLANS", 1 << 20)
     PLANS.clear()
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     with FakeTensorMode():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mxtensor.core.recording import record
-from mxtensor.kernels.gemm.cublas_lt import CAPABILITY, recorded_product
+from mxtensor.kernels.gemm.cublas import CAPABILITY, recorded_product
 
 SHAPES = [(128, 128, 128), (17, 48, 64), (1, 64, 32), (512, 4096, 4096), (2048, 1024, 4096), (16384, 3072, 1024),
           (300, 2880, 2880), (4096, 1024, 16384), (128, 16384, 4096)]  # fmt: skip

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import dequant, emulated, fp8_rows_groups, fp8_rows_groups_mm, group_scales
-from mxtensor.kernels.gemm.fp8_rows_groups_costs import Tile
-from mxtensor.kernels.gemm.row_global_scales import times_global_scales, without_global_scales
+from mxtensor.kernels.gemm import dequant, emulated, fp8_rows_grouped, global_scales
+from mxtensor.kernels.gemm.fp8_rows_grouped import Tile
+from mxtensor.kernels.gemm.global_scales import times_global_scales, without_global_scales
 from mxtensor.kernels.gemm.select import gemm
-from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, has_group_scales
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import FakeQuantized, has_group_scales
 from mxtensor.numerics.formats import get_format
 from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, Format, NVFP4BlockScaling
-from mxtensor.training.stack_operands import copies_of, layout_of
+from mxtensor.training.casts import copies_of, layout_of
 from tests.helpers.compare import relative_error
 from tests.helpers.stand_in import BF16, FP32
 
@@ -27,10 +28,10 @@ RECIPES = {
     "nvfp4 rows": (
         NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True, row_scaled_activation=True), dequant
     ),
-    "float8": (Float8CurrentScaling(), fp8_rows_groups),
-    "float8 e4m3": (Float8CurrentScaling(fp8_format=Format.E4M3), fp8_rows_groups),
+    "float8": (Float8CurrentScaling(), fp8_rows_grouped),
+    "float8 e4m3": (Float8CurrentScaling(fp8_format=Format.E4M3), fp8_rows_grouped),
     "float8 in bfloat16": (Float8CurrentScaling(), dequant),
-    "float8 delayed": (DelayedScaling(), fp8_rows_groups),
+    "float8 delayed": (DelayedScaling(), fp8_rows_grouped),
     "float8 delayed in bfloat16": (DelayedScaling(), dequant),
 }  # fmt: skip
 SIZES = [5, 0, 40, 33]
@@ -38,7 +39,7 @@ SIZES = [5, 0, 40, 33]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(fp8_rows_groups_mm, "_tile", lambda *_: Tile(32, 32, 1, 32, 2, 4, 2))
+    monkeypatch.setattr(fp8_rows_grouped, "_tile", lambda *_: Tile(32, 32, 1, 32, 2, 4, 2))
 
 
 def values(*shape):
@@ -71,18 +72,19 @@ def test_a_scale_belongs_to_each_row_of_each_group():
     format, ends = get_format("nvfp4"), torch.tensor([20, 20, 50], dtype=torch.int32)
     groups = layout_of(ends, 50, RECIPES["nvfp4"][0].linear_recipe())
     rows = FakeQuantized(torch.zeros(50, 32), torch.arange(50.0)[:, None], format)
-    assert torch.equal(group_scales.scales_of_rows(rows), torch.arange(50.0))
+    assert torch.equal(global_scales.rows_with_scales(rows)[1], torch.arange(50.0))
     stack = FakeQuantized(torch.zeros(3, 2, 32), torch.tensor([1.0, 2.0, 3.0])[:, None, None], format)
-    assert group_scales.scales_of_rows(stack).tolist() == [1, 1, 2, 2, 3, 3]
+    assert global_scales.rows_with_scales(stack)[1].tolist() == [1, 1, 2, 2, 3, 3]
     assert groups.padded_ends.tolist() == [32, 48, 80]
     place = torch.arange(float(groups.length))
     for one in (rows, stack):  # Triton reads memory
-        shared = group_scales.scales_of_rows(replace(one, global_scale=torch.full((1,) * len(one.shape), 7.0)))
-        assert shared.is_contiguous() and torch.equal(shared, torch.full_like(group_scales.scales_of_rows(one), 7.0))
+        shared = global_scales.rows_with_scales(replace(one, global_scale=torch.full((1,) * len(one.shape), 7.0)))[1]
+        expected = torch.full_like(global_scales.rows_with_scales(one)[1], 7.0)
+        assert shared.is_contiguous() and torch.equal(shared, expected)
     columns = FakeQuantized(torch.zeros(2, groups.length), torch.stack([place, 100 + place]), format)
-    assert group_scales.scales_of_columns(columns, groups).tolist() == [0, 100, 32, 132, 48, 148]
+    assert global_scales.columns_with_scales(columns, groups)[1].tolist() == [0, 100, 32, 132, 48, 148]
     shared = FakeQuantized(columns.values, place[None], format)
-    assert group_scales.scales_of_columns(shared, groups).tolist() == [0, 0, 32, 32, 48, 48]
+    assert global_scales.columns_with_scales(shared, groups)[1].tolist() == [0, 0, 32, 32, 48, 48]
 
 
 @pytest.mark.parametrize("where", ["left", "right", "both"])

@@ -6,7 +6,8 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.kernels.gemm.select import grouped_gemm
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Unquantized
 from mxtensor.recipe.linear_recipe import LinearRecipe
 from tests.helpers.compare import relative_error
 

@@ -5,9 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import emulated, scaled_grouped_mm
+from mxtensor.kernels.gemm import emulated, scaled_mm
 from mxtensor.kernels.gemm.select import grouped_gemm
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Unquantized
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers.compare import assert_same_product, relative_error
@@ -65,8 +66,8 @@ def test_every_group_meets_its_own_weight(pretend, monkeypatch, capability, left
     pretend(capability)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", product_of_groups)
     a, b, ends = stack(left, right, sizes, after, n, k)
-    assert scaled_grouped_mm.refuses(spec_of(a, b, BF16), a, b, ends, GemmArgs(BF16)) is None
-    y = scaled_grouped_mm.KERNEL.run(a, b, ends, GemmArgs(BF16))
+    assert scaled_mm.refuses_grouped(spec_of(a, b, BF16), a, b, ends, GemmArgs(BF16)) is None
+    y = scaled_mm.GROUPED.run(a, b, ends, GemmArgs(BF16))
     x, w, start = decode(encode(a.x, a.cast), FP32), decode(b, FP32), 0
     assert y.shape == (len(x), n) and y.dtype is BF16
     for i, end in enumerate(ends.tolist()):
@@ -74,14 +75,14 @@ def test_every_group_meets_its_own_weight(pretend, monkeypatch, capability, left
             assert_same_product(y[start:end], lambda p, q: p @ q.t(), x[start:end], w[i])
         start = end
     assert (y[start:] == 0).all()
-    assert torch.equal(scaled_grouped_mm.KERNEL.run(encode(a.x, a.cast), b, ends, GemmArgs(BF16)), y)
+    assert torch.equal(scaled_mm.GROUPED.run(encode(a.x, a.cast), b, ends, GemmArgs(BF16)), y)
 
 
 @pytest.mark.parametrize("rows, groups, n, k", [(0, 2, 16, 64), (3, 2, 0, 64), (3, 2, 16, 0)])
 def test_a_product_of_nothing_is_zero(pretend, rows, groups, n, k):
     pretend(HOPPER)
     a, b, ends = stack("float8_row", "float8_row", [rows, 0], 0, n, k)
-    y = scaled_grouped_mm.KERNEL.run(a, b, ends, GemmArgs(BF16))
+    y = scaled_mm.GROUPED.run(a, b, ends, GemmArgs(BF16))
     assert y.shape == (rows, n) and y.dtype is BF16 and not y.any()
 
 
@@ -119,7 +120,7 @@ def test_torchs_own_checks_accept_every_call(pretend, monkeypatch, capability, l
 def test_formats_and_devices_without_a_kernel_are_named(pretend, left, right, capability, sentence):
     pretend(capability)
     a, b, ends = stack(left, right, [2, 3], 0, 16, 64)
-    assert scaled_grouped_mm.refuses(spec_of(a, b, BF16), a, b, ends, GemmArgs(BF16)) == sentence
+    assert scaled_mm.refuses_grouped(spec_of(a, b, BF16), a, b, ends, GemmArgs(BF16)) == sentence
 
 
 def test_what_the_grouped_kernel_does_not_do_is_refused(pretend):
@@ -131,10 +132,10 @@ def test_what_the_grouped_kernel_does_not_do_is_refused(pretend):
         (GemmArgs(BF16, bias), "before an alpha or a bias could be applied"),
         (GemmArgs(BF16, None, 2.0), "before an alpha or a bias could be applied"),
     ):
-        assert words in scaled_grouped_mm.refuses(spec_of(a, b, args.out_dtype), a, b, ends, args)
-    assert scaled_grouped_mm.refuses(spec_of(a, b, BF16), a, b, ends, GemmArgs(BF16, bias, 1, 0)) is None
+        assert words in scaled_mm.refuses_grouped(spec_of(a, b, args.out_dtype), a, b, ends, args)
+    assert scaled_mm.refuses_grouped(spec_of(a, b, BF16), a, b, ends, GemmArgs(BF16, bias, 1, 0)) is None
     many = spec_of(a, b, BF16)._replace(shapes=((5, 64), (1024, 16, 64)))
-    assert "at most 1023 groups, got 1024" in scaled_grouped_mm.refuses(many, a, b, ends, GemmArgs(BF16))
+    assert "at most 1023 groups, got 1024" in scaled_mm.refuses_grouped(many, a, b, ends, GemmArgs(BF16))
 
 
 @pytest.mark.gpu
@@ -143,10 +144,10 @@ def test_what_the_grouped_kernel_does_not_do_is_refused(pretend):
 @pytest.mark.parametrize("left, right", [(left, right) for _, left, right in CASES])
 def test_the_gpus_product_is_the_emulated_one(left, right, sizes, after, n, k):
     a, b, ends = stack(left, right, sizes, after, n, k, "cuda")
-    reason = scaled_grouped_mm.refuses(spec_of(a, b, BF16), a, b, ends, GemmArgs(BF16))
+    reason = scaled_mm.refuses_grouped(spec_of(a, b, BF16), a, b, ends, GemmArgs(BF16))
     if reason is not None:
         pytest.skip(reason)
-    y = scaled_grouped_mm.KERNEL.run(a, b, ends, GemmArgs(BF16))
+    y = scaled_mm.GROUPED.run(a, b, ends, GemmArgs(BF16))
     expected = emulated.GROUPED.run(a, b, ends, GemmArgs(BF16))
     assert torch.equal(y[sum(sizes) :], expected[sum(sizes) :])
     if sum(sizes):

@@ -14,10 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
 from mxtensor.core import select
-from mxtensor.kernels.gemm import emulated, scaled_mm, scaled_mm_call
+from mxtensor.kernels.gemm import emulated, scaled_mm, scaled_mm_contract
 from mxtensor.kernels.gemm.scaled_mm_contract import SCALINGS, plan
 from mxtensor.kernels.gemm.select import gemm
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Unquantized
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode, encode
 from tests.helpers.compare import assert_same_product, relative_error
@@ -235,7 +236,7 @@ def test_the_op_passes_torchs_opcheck():
     scales = [torch.rand(1, 1), torch.rand(1, 1)]
     row = next(i for i, s in enumerate(SCALINGS) if s.name == "float8 per tensor")
     torch.library.opcheck(
-        scaled_mm_call.scaled_mm, (data, data.clone(), scales, None, None, row, BF16),
+        scaled_mm_contract.scaled_mm, (data, data.clone(), scales, None, None, row, BF16),
         test_utils="test_faketensor",
     )  # fmt: skip
 
@@ -258,7 +259,7 @@ def test_a_tracer_sees_one_op_for_any_number_of_rows(pretend, monkeypatch, capab
 
 
 def test_fast_accumulation_is_off():
-    assert scaled_mm_call.USE_FAST_ACCUM is False  # True would keep 14 bits of each partial sum
+    assert scaled_mm_contract.USE_FAST_ACCUM is False  # True would keep 14 bits of each partial sum
 
 
 # ---------------------------------------------------------------------------------------------- refusals

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import scaled_grouped_mm, scaled_mm, scaled_mm_call
+from mxtensor.kernels.gemm import scaled_mm, scaled_mm_contract
 from mxtensor.kernels.gemm.scaled_mm_contract import GROUPED_SCALINGS, SCALINGS, check, plan
-from mxtensor.kernels.gemm.spec import Unquantized
+from mxtensor.kernels.operands import Unquantized
 from mxtensor.numerics.reference import encode
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -95,7 +95,7 @@ def test_a_wrong_call_is_named(name, i):
     with pytest.raises(kind, match=message):
         check(change(right_call(name)))
     with pytest.raises(kind, match=message):
-        scaled_mm_call.launch(change(right_call(name)))
+        scaled_mm_contract.launch(change(right_call(name)))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "mxfp4"])
@@ -150,7 +150,7 @@ def right_group(name):
     scaling = next(s for s in GROUPED_SCALINGS if s.name == name)
     cast = mx.Cast.of("mxfp8" if scaling.swizzled else "float8_row")
     a, b = Unquantized(torch.randn(9, 64), cast), encode(torch.randn(3, 32, 64), cast)
-    return scaled_grouped_mm.product_of(scaling, a, b, torch.tensor([2, 2, 8], dtype=torch.int32))
+    return scaled_mm.grouped_product_of(scaling, a, b, torch.tensor([2, 2, 8], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("name", ["float8 per row", "mxfp8"])

@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtensor.core import devices
-from mxtensor.kernels.quantize import triton_common, triton_pair, triton_rows
-from mxtensor.kernels.quantize import triton_tiles as tiles
+from mxtensor.kernels.quantize import triton_columns, triton_common, triton_rows
+from mxtensor.kernels.quantize import triton_common as tiles
 from mxtensor.kernels.runtime import triton_launch
 
 
@@ -56,7 +56,7 @@ class Torch:
 def guarded_memory(monkeypatch):
     """Memory that the host code allocates is full of 0xAA, and nothing around it is written."""
     memory = Torch()
-    for module in (triton_common, triton_rows, triton_pair):
+    for module in (triton_common, triton_rows, triton_columns):
         monkeypatch.setattr(module, "torch", memory)
     yield memory
     assert memory.intact()
@@ -97,14 +97,14 @@ def set_tiles(monkeypatch, rows, cols, full, groups, wide):
     def sized(table, *tile):
         return {key: (*tile, *old[len(tile) :]) for key, old in table.items()}
 
-    monkeypatch.setattr(tiles, "ROWS", sized(tiles.ROWS, rows, cols))
-    monkeypatch.setattr(tiles, "DECODE", sized(tiles.DECODE, rows, cols))
-    monkeypatch.setattr(tiles, "PAIRS", (rows, cols // 2, *tiles.PAIRS[2:]))
-    monkeypatch.setattr(tiles, "FULL_ROWS", (full, *tiles.FULL_ROWS[1:]))
-    monkeypatch.setattr(tiles, "COLUMNS", sized(tiles.COLUMNS, groups, wide))
-    monkeypatch.setattr(tiles, "WORDS", sized(tiles.WORDS, groups, wide // 2))
-    monkeypatch.setattr(tiles, "ROUND", {False: (rows, cols // 2, 2), True: (groups * 16, wide // 2, 4)})
-    monkeypatch.setattr(tiles, "TRANSPOSE", (groups * 8, wide, *tiles.TRANSPOSE[2:]))
+    monkeypatch.setattr(tiles, "ROW_TILES", sized(tiles.ROW_TILES, rows, cols))
+    monkeypatch.setattr(tiles, "DECODE_TILES", sized(tiles.DECODE_TILES, rows, cols))
+    monkeypatch.setattr(tiles, "PAIR_TILE", (rows, cols // 2, *tiles.PAIR_TILE[2:]))
+    monkeypatch.setattr(tiles, "FULL_ROW_TILE", (full, *tiles.FULL_ROW_TILE[1:]))
+    monkeypatch.setattr(tiles, "COLUMN_TILES", sized(tiles.COLUMN_TILES, groups, wide))
+    monkeypatch.setattr(tiles, "WORD_TILES", sized(tiles.WORD_TILES, groups, wide // 2))
+    monkeypatch.setattr(tiles, "ROUND_TILES", {False: (rows, cols // 2, 2), True: (groups * 16, wide // 2, 4)})
+    monkeypatch.setattr(tiles, "TRANSPOSE_TILE", (groups * 8, wide, *tiles.TRANSPOSE_TILE[2:]))
 
 
 @pytest.fixture

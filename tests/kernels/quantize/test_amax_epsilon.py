@@ -5,14 +5,15 @@ import pytest
 import torch
 
 import mxtensor as mx
+import mxtensor.te as te
 from mxtensor import Cast, get_format
 from mxtensor import recipe as R
-from mxtensor.kernels.gemm.spec import Form
-from mxtensor.kernels.quantize import reference, triton_pair, triton_rows
-from mxtensor.kernels.quantize.select import quantize_operand
+from mxtensor.kernels.operands import Form
+from mxtensor.kernels.quantize import definition, triton_columns, triton_rows
+from mxtensor.kernels.quantize.choose_cast import quantize_operand
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.reference import decode_local, encode
-from mxtensor.recipe.rows import recipe_from_row, recipe_to_row
+from mxtensor.recipe.linear_recipe import recipe_from_row, recipe_to_row
 from tests.helpers.compare import assert_same_operand, assert_same_values
 from tests.helpers.every_kernel import KERNELS
 
@@ -81,15 +82,15 @@ def test_the_passes_over_columns_values_and_pairs(name):
     values, _ = triton_rows.fake_quantize(x, cast, torch.bfloat16)
     assert_same_values(values, decode_local(encode(x, cast)).bfloat16())
     if not square and get_format(name).block[1] != FULL:
-        for ours, theirs in zip(triton_rows.quantize_both(x, cast), (x, x.t()), strict=True):
+        for ours, theirs in zip(triton_columns.quantize_both(x, cast), (x, x.t()), strict=True):
             assert_same_operand(ours, encode(theirs, cast))
     if get_format(name).block == (FULL, FULL):
-        rowwise, columnwise = triton_pair.pair(x * 2.0**-6, cast, Form.CODES, Form.CODES, x.dtype, None, None)
+        rowwise, columnwise = triton_columns.pair(x * 2.0**-6, cast, Form.CODES, Form.CODES, x.dtype, None, None)
         assert_same_operand(rowwise, encode(x * 2.0**-6, cast))
         assert_same_operand(columnwise, encode(x.t() * 2.0**-6, cast))
         given = torch.tensor(2.0**-20)
-        rowwise, _ = triton_pair.pair(x, cast, Form.CODES, None, x.dtype, given, None)
-        assert_same_operand(rowwise, reference.encode_with_amax(x, cast, given))
+        rowwise, _ = triton_columns.pair(x, cast, Form.CODES, None, x.dtype, given, None)
+        assert_same_operand(rowwise, definition.encode_with_amax(x, cast, given))
 
 
 def test_traced_code_has_the_floor():
@@ -136,7 +137,7 @@ def test_a_layer_multiplies_by_values_with_the_floor():
     assert (values - x).norm() > 0.1 * x.norm()  # the floor made the scale coarse
 
 
-@pytest.mark.parametrize("kind", [mx.Float8CurrentScalingQuantizer, mx.Float8BlockQuantizer])
+@pytest.mark.parametrize("kind", [te.Float8CurrentScalingQuantizer, te.Float8BlockQuantizer])
 def test_quantizers_take_it(kind):
     quantizer = kind(amax_epsilon=0.5)
     assert quantizer.amax_epsilon == 0.5 and "amax_epsilon=0.5" in repr(quantizer) and "epsilon" not in repr(kind())
@@ -153,7 +154,7 @@ def test_quantizers_take_it(kind):
 
 def test_layers_quantizers_and_stored_recipes_carry_it():
     recipe = R.Float8BlockScaling(fp8_quant_fwd_inp=R.QParams(amax_epsilon=1e-12))
-    assert [q.amax_epsilon for q in mx.te.quantizers.quantizers_of(recipe, "cpu")["scaling_fwd"]] == [1e-12, 0.0]
+    assert [q.amax_epsilon for q in te.quantizers.quantizers_of(recipe, "cpu")["scaling_fwd"]] == [1e-12, 0.0]
     stored = mx.LinearRecipe.inference(Cast.of("float8_row", amax_epsilon=1e-12), "mxfp8")
     assert recipe_from_row(recipe_to_row(stored)) == stored
     row = recipe_to_row(stored) | {"weight_amax_epsilon": "nan"}

@@ -10,11 +10,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
-from mxtensor.kernels.gemm.spec import FakeQuantized, Form
+from mxtensor.kernels.operands import FakeQuantized, Form
 from mxtensor.kernels.quantize import triton_ops
-from mxtensor.kernels.quantize.reference import encode_with_amax
-from mxtensor.kernels.quantize.select import quantize_operand
-from mxtensor.kernels.quantize.select_pair import cast_pair
+from mxtensor.kernels.quantize.choose_cast import quantize_operand
+from mxtensor.kernels.quantize.choose_pair import cast_pair
+from mxtensor.kernels.quantize.definition import encode_with_amax
 from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.operand import Operand
@@ -277,7 +277,7 @@ def test_compiled_code_calls_the_op(name, monkeypatch):
 @pytest.mark.usefixtures("interpreted")
 @warns
 def test_values_of_a_transposed_source_are_the_columns_of_the_stored_matrix(monkeypatch):
-    from mxtensor.kernels.quantize.select import fake_quantize
+    from mxtensor.kernels.quantize.choose_cast import fake_quantize
 
     on_the_interpreters_device(monkeypatch)
     x, of = torch.randn(40, 134), Cast.of("mxfp8")

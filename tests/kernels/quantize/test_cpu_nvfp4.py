@@ -5,10 +5,10 @@ import torch
 
 from mxtensor.core import recording
 from mxtensor.core.kernel import Spec
-from mxtensor.kernels.gemm.row_global_scales import times_global_scales
+from mxtensor.kernels.gemm.global_scales import times_global_scales
 from mxtensor.kernels.gemm.spec import GemmArgs
-from mxtensor.kernels.quantize import cpu_nvfp4
-from mxtensor.kernels.quantize.select import quantize_operand
+from mxtensor.kernels.quantize import cpu_casts
+from mxtensor.kernels.quantize.choose_cast import quantize_operand
 from mxtensor.numerics import reference
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.reference import encode
@@ -27,8 +27,8 @@ def spec_of(x):
 
 
 def check(x, cast):
-    assert cpu_nvfp4.QUANTIZE.refuses(spec_of(x), x, cast) is None
-    made, wanted = cpu_nvfp4.QUANTIZE.run(x, cast), encode(x, cast)
+    assert cpu_casts.QUANTIZE_NVFP4.refuses(spec_of(x), x, cast) is None
+    made, wanted = cpu_casts.QUANTIZE_NVFP4.run(x, cast), encode(x, cast)
     assert made.shape == wanted.shape and made.format is wanted.format
     for one, other in zip(made.tensors, wanted.tensors, strict=True):
         assert one.dtype is other.dtype
@@ -71,7 +71,7 @@ def test_stacks_and_threads():
 
 def test_other_casts_are_refused_and_run_elsewhere(monkeypatch):
     x, cast = torch.randn(32, 64), Cast.of("nvfp4", four_over_six="mae")
-    refuses = cpu_nvfp4.QUANTIZE.refuses
+    refuses = cpu_casts.QUANTIZE_NVFP4.refuses
     assert refuses(spec_of(x), x, Cast.of("nvfp4")) == "for four over six and global scales of rows"
     stack, tiles = torch.randn(2, 32, 64), Cast.of("nvfp4[16x16]", four_over_six="mae")
     assert refuses(spec_of(stack), stack, tiles) == "not a matrix, and not contiguous rows"
@@ -79,7 +79,7 @@ def test_other_casts_are_refused_and_run_elsewhere(monkeypatch):
     assert refuses(spec_of(x), x, wide) == "not for e2m1 in blocks of 1x32"
     assert refuses(spec_of(x.double()), x.double(), cast) == "not for float64"
     assert refuses(spec_of(x[:0]), x[:0], cast) == "no values"
-    monkeypatch.setattr(cpu_nvfp4, "library", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(cpu_casts, "nvfp4_library", lambda: "there is no C++ compiler")
     assert refuses(spec_of(x), x, cast) == "there is no C++ compiler"
     for y, each in ((x, cast), (stack, tiles), (x, wide), (x.double(), cast)):
         made, wanted = quantize_operand(y, each), encode(y, each)

@@ -7,11 +7,11 @@ import torch
 
 import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
-from mxtensor.kernels.gemm.spec import Form
-from mxtensor.kernels.quantize import cuda_both, cuda_both_ops, cuda_tiles, select_pair
-from mxtensor.kernels.quantize.cuda_tiles import SHARED_BYTES, TILE, Tile, shared_bytes, tile_for
+from mxtensor.kernels.operands import Form
+from mxtensor.kernels.quantize import choose_pair, cuda_both
+from mxtensor.kernels.quantize.cuda_both import SHARED_BYTES, TILE, Tile, shared_bytes, tile_for
 from mxtensor.kernels.runtime import nvrtc
-from mxtensor.kernels.runtime.cuda_macros import RESERVED
+from mxtensor.kernels.runtime.nvrtc import RESERVED
 from mxtensor.numerics.formats import E8M0, FULL, UE4M3
 from mxtensor.numerics.reference import encode, tensor_amax
 from tests.helpers import cuda_on_cpu
@@ -49,7 +49,7 @@ def as_device(monkeypatch, capability):
 
 
 def check(x, cast, tile=None):
-    row, column = cuda_both.quantize_both(x, cast, tile)
+    row, column = cuda_both.quantize_both(x, cast, given=tile)
     assert_same_operand(row, encode(x, cast))
     assert_same_operand(column, encode(x.t(), cast))
 
@@ -149,7 +149,7 @@ def test_the_chosen_tile_fits(name, size):
 
 
 def test_a_small_matrix_has_more_blocks_with_shorter_strips(monkeypatch):
-    monkeypatch.setattr(cuda_tiles, "TILE", Tile(128, 128, 256, 4, 1, 8))
+    monkeypatch.setattr(cuda_both, "TILE", Tile(128, 128, 256, 4, 1, 8))
     strips = [tile_for(FORMATS["mxfp8"], 2, n, n).strip for n in (256, 2048, 4096, 16384)]
     assert strips == sorted(strips) and strips[0] == 1 and strips[-1] == 8
 
@@ -158,7 +158,7 @@ def test_a_small_matrix_has_more_blocks_with_shorter_strips(monkeypatch):
 
 
 def spec_of(x):
-    from mxtensor.kernels.quantize.select import cast_spec
+    from mxtensor.kernels.quantize.choose_cast import cast_spec
 
     return cast_spec("quantize both", x, Cast.of("mxfp8"))
 
@@ -191,7 +191,7 @@ def test_refusals_give_the_reason(monkeypatch):
 def test_pairs_are_codes_both_ways():
     x = torch.randn(4, 64)
     for forms in ((Form.VALUES, Form.CODES), (None, Form.CODES), (Form.CODES, Form.VALUES)):
-        reason = cuda_both_ops.PAIR.refuses(spec_of(x), x, Cast.of("mxfp8"), *forms, BF16, None, None)
+        reason = cuda_both.PAIR.refuses(spec_of(x), x, Cast.of("mxfp8"), *forms, BF16, None, None)
         assert reason == "casts to codes, both ways"
 
 
@@ -204,9 +204,9 @@ def chosen(monkeypatch):
 
     for name in ("QUANTIZE_BOTH", "PAIR"):
         kernels = tuple(
-            replace(k, device=None, refuses=refuses) if k.name == "cuda" else k for k in getattr(select_pair, name)
+            replace(k, device=None, refuses=refuses) if k.name == "cuda" else k for k in getattr(choose_pair, name)
         )
-        monkeypatch.setattr(select_pair, name, kernels)
+        monkeypatch.setattr(choose_pair, name, kernels)
 
 
 @pytest.mark.exhaustive(quick=2)
@@ -214,8 +214,8 @@ def chosen(monkeypatch):
 def test_both_copies_are_those_of_the_kernel(name, chosen):
     x, cast = values(36, 132, BF16, specials=False), Cast.of(name)
     with mx.explain() as log:
-        operands = select_pair.quantize_operands(x, cast, mx.Orientation.BOTH)
-        pair = select_pair.cast_pair(x, cast, Form.CODES, Form.CODES, BF16)
+        operands = choose_pair.quantize_operands(x, cast, mx.Orientation.BOTH)
+        pair = choose_pair.cast_pair(x, cast, Form.CODES, Form.CODES, BF16)
     assert [e.kernel for e in log.entries] == ["cuda", "cuda"]
     for row, column in (operands, pair):
         assert_same_operand(row, encode(x, cast))
@@ -232,7 +232,7 @@ def test_compiled_code_calls_the_op(name, chosen, interpreted):
         return graph
 
     def both(x):
-        row, column = select_pair.quantize_operands(x, cast, mx.Orientation.BOTH)
+        row, column = choose_pair.quantize_operands(x, cast, mx.Orientation.BOTH)
         return row.tensors, column.tensors
 
     x = torch.randn(12, 140)
@@ -247,9 +247,9 @@ def test_the_op_refuses_what_the_kernel_cannot_cast():
     with pytest.raises(
         ValueError, match=r"mxtensor::cast_both cannot cast to mxfp8_e4m3\[32x32\]: has no code for blocks"
     ):
-        cuda_both_ops.cast_both_op(torch.randn(32, 32), "mxfp8[32x32]", "rceil")
+        cuda_both.cast_both_op(torch.randn(32, 32), "mxfp8[32x32]", "rceil")
     with pytest.raises(TypeError, match="x must be"):
-        cuda_both_ops.cast_both_op(torch.randn(32, 32).double(), "mxfp8", "rceil")
+        cuda_both.cast_both_op(torch.randn(32, 32).double(), "mxfp8", "rceil")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -258,7 +258,7 @@ def test_what_traced_code_sees_has_the_shapes_and_dtypes_of_the_reference(name, 
     monkeypatch.setattr(nvrtc, "library", lambda: object())
     x = torch.empty(37, 300, dtype=BF16, device=cuda)
     with mx.explain() as log:
-        rowwise, columnwise = select_pair.quantize_operands(x, Cast.of(name), mx.Orientation.BOTH)
+        rowwise, columnwise = choose_pair.quantize_operands(x, Cast.of(name), mx.Orientation.BOTH)
     assert [(e.spec.op, e.kernel) for e in log.entries] == [("quantize both", "cuda")]
     for operand, shape in ((rowwise, (37, 300)), (columnwise, (300, 37))):
         expected = encode(torch.empty(shape, device="meta"), Cast.of(name))

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 import mxtensor as mx
-from benchmarks.cast_tiles import values
 from mxtensor import Cast
-from mxtensor.kernels.gemm.spec import Form
-from mxtensor.kernels.quantize import cuda_both, cuda_both_ops
-from mxtensor.kernels.quantize.cuda_tiles import Tile
-from mxtensor.kernels.quantize.select_pair import cast_pair, quantize_operands
+from mxtensor.kernels.operands import Form
+from mxtensor.kernels.quantize import cuda_both
+from mxtensor.kernels.quantize.choose_pair import cast_pair, quantize_operands
+from mxtensor.kernels.quantize.cuda_both import Tile
 from mxtensor.numerics.reference import encode
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +21,17 @@ BF16 = torch.bfloat16
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 each_kind = pytest.mark.parametrize("format", KINDS)
+
+
+def values(rows, cols, dtype=torch.bfloat16):
+    """Rows of every magnitude, with zeros of both signs, the largest value, NaN and infinities."""
+    x = torch.randn(rows, cols) * 2.0 ** torch.randint(-140, 120, (rows, 1)).float()
+    x[rows // 2 :] = torch.randn(rows - rows // 2, cols) * 2.0 ** torch.randint(-4, 5, (1, cols)).float()
+    top = torch.finfo(dtype).max
+    x = x.clamp(-top, top)
+    x[0, : cols // 2], x[1, ::40] = -0.0, -top
+    x[4, cols // 3], x[5, cols // 2], x[6, -1] = float("nan"), float("inf"), float("-inf")
+    return x.to(dtype)
 
 
 def same(got, expected):
@@ -64,7 +74,7 @@ def test_every_scale_rule_and_every_bfloat16(format, scaling):
 def test_strides_and_tiles(format, tile):
     cast, wide = Cast.of(format), values(700, 1100)[8:]
     for x in (wide, wide[::2, 3:], wide[:, :1000], wide.t(), wide[1:2].expand(300, -1)):
-        check(cuda_both.quantize_both(x.cuda(), cast, tile), x, cast)
+        check(cuda_both.quantize_both(x.cuda(), cast, given=tile), x, cast)
 
 
 @each_kind
@@ -93,7 +103,7 @@ def test_compiled_and_repeated_calls_equal_the_cpu_reference(format):
         for got, source in zip(compiled(x.cuda()), (x, x.t()), strict=True):
             for ours, theirs in zip(got, encode(source, cast).tensors, strict=True):
                 assert torch.equal(ours.cpu().reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
-        tensors = cuda_both_ops.cast_both_op(x.cuda(), cast.format.name, cast.scaling.value)
+        tensors = cuda_both.cast_both_op(x.cuda(), cast.format.name, cast.scaling.value)
         assert torch.equal(tensors[2].cpu().view(torch.uint8), encode(x.t(), cast).data.view(torch.uint8))
 
 

@@ -10,7 +10,7 @@ import torch
 
 import mxtensor as mx
 from mxtensor import Cast, get_format
-from mxtensor.kernels.quantize import cpu, triton_rows
+from mxtensor.kernels.quantize import cpu_casts, triton_columns
 from mxtensor.numerics.elements import unpack
 from mxtensor.numerics.formats import FORMATS
 from mxtensor.numerics.reference import decode, encode
@@ -77,7 +77,7 @@ def test_zeros_of_every_origin(largest, other, name, quantize, dtype):
 @each_dtype
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py's")
 def test_the_columnwise_copy(dtype):
-    rowwise, columnwise = triton_rows.quantize_both(scaled_by_one(dtype), Cast.of("nvfp4"))
+    rowwise, columnwise = triton_columns.quantize_both(scaled_by_one(dtype), Cast.of("nvfp4"))
     oracle.check(rowwise, scaled_by_one(dtype))
     oracle.check(columnwise, scaled_by_one(dtype).t())
     oracle.check(mx.quantize(scaled_by_one(dtype), "nvfp4", orientation="both").columnwise, scaled_by_one(dtype).t())
@@ -87,7 +87,7 @@ def test_the_columnwise_copy(dtype):
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_stochastic_rounding_makes_zeros_without_sign(name, quantize):
     """floor(v / step + u) is +0.0 for -0.0, and also for a negative value that is rounded up to zero."""
-    if quantize is cpu.QUANTIZE.run:
+    if quantize is cpu_casts.QUANTIZE.run:
         pytest.skip("rounds to nearest only")
     x = torch.zeros(64, 64)
     x[:, ::2], x[:, 1::4], x[:, ::16] = -0.0, -0.1, 6.0

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
-from mxtensor.kernels.quantize import select, select_pair, triton_ops
+from mxtensor.kernels.quantize import choose_cast, choose_pair, triton_ops
 from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.formats import FULL
@@ -26,7 +26,7 @@ each_kind = pytest.mark.parametrize("name", KINDS)
 def on_the_interpreters_device(monkeypatch):
     """The Triton casts accept tensors on the CPU, where the interpreter runs them."""
     monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
-    tuples = {select: ("QUANTIZE", "FAKE_QUANTIZE", "DEQUANTIZE"), select_pair: ("QUANTIZE_BOTH", "PAIR")}
+    tuples = {choose_cast: ("QUANTIZE", "FAKE_QUANTIZE", "DEQUANTIZE"), choose_pair: ("QUANTIZE_BOTH", "PAIR")}
     for module, names in tuples.items():
         for name in names:
             kernels = tuple(replace(k, device=None) if k.device == "cuda" else k for k in getattr(module, name))
@@ -57,9 +57,9 @@ def chosen(log):
 def test_what_traced_code_sees_has_the_shapes_and_dtypes_of_the_reference(name, shape, cuda):
     x = torch.empty(shape, dtype=torch.bfloat16, device=cuda)
     with mx.explain() as log:
-        operand = select.quantize_operand(x, Cast.of(name))
-        values = select.dequantize_operand(operand, torch.float16)
-        rounded, global_scale = select.fake_quantize(x, Cast.of(name), torch.float32)
+        operand = choose_cast.quantize_operand(x, Cast.of(name))
+        values = choose_cast.dequantize_operand(operand, torch.float16)
+        rounded, global_scale = choose_cast.fake_quantize(x, Cast.of(name), torch.float32)
     assert chosen(log) == [("quantize", "triton"), ("dequantize", "triton"), ("fake quantize", "triton")]
     expected = encode(torch.empty(shape, device="meta"), Cast.of(name))
     assert like(operand) == like(expected) and operand.shape == shape and operand.format == get_format(name)
@@ -71,11 +71,11 @@ def test_what_traced_code_sees_has_the_shapes_and_dtypes_of_the_reference(name, 
 
 @each_format
 def test_two_copies_of_traced_code(name, cuda, monkeypatch):
-    without = tuple(kernel for kernel in select_pair.QUANTIZE_BOTH if kernel.name != "cuda")
-    monkeypatch.setattr(select_pair, "QUANTIZE_BOTH", without)
+    without = tuple(kernel for kernel in choose_pair.QUANTIZE_BOTH if kernel.name != "cuda")
+    monkeypatch.setattr(choose_pair, "QUANTIZE_BOTH", without)
     x = torch.empty(37, 300, dtype=torch.bfloat16, device=cuda)
     with mx.explain() as log:
-        rowwise, columnwise = select_pair.quantize_operands(x, Cast.of(name), mx.Orientation.BOTH)
+        rowwise, columnwise = choose_pair.quantize_operands(x, Cast.of(name), mx.Orientation.BOTH)
     one_pass = [("quantize both", "triton")]
     two = [("quantize both", "two casts"), ("quantize", "triton"), ("quantize", "triton")]
     assert chosen(log) == (one_pass if name in TWO_COPIES and not slow_in_one_pass(Cast.of(name)) else two)
@@ -112,7 +112,7 @@ def test_a_linear_casts_its_input_with_triton(name, cuda):
 def test_float64_and_empty_tensors_go_on_to_the_reference(cuda):
     for x in (torch.empty(4, 64, dtype=torch.float64, device=cuda), torch.empty(0, 64, device=cuda)):
         with mx.explain() as log:
-            select.quantize_operand(x, Cast.of("mxfp8"))
+            choose_cast.quantize_operand(x, Cast.of("mxfp8"))
         (entry,) = log.entries
         assert entry.kernel == "reference" and entry.refusals["triton"] in ("not for float64", "the tensor is empty")
 
@@ -171,8 +171,8 @@ def test_compiled_code_calls_the_ops(name, monkeypatch):
         return graph
 
     def both(x):
-        rowwise, columnwise = select_pair.quantize_operands(x, of, mx.Orientation.BOTH)
-        return rowwise.tensors, columnwise.tensors, select.fake_quantize(x, of, torch.float32)[0]
+        rowwise, columnwise = choose_pair.quantize_operands(x, of, mx.Orientation.BOTH)
+        return rowwise.tensors, columnwise.tensors, choose_cast.fake_quantize(x, of, torch.float32)[0]
 
     x = torch.randn(12, 140)
     rowwise, columnwise, values = torch.compile(both, backend=keep, fullgraph=True)(x)
@@ -193,10 +193,10 @@ def test_eager_calls_go_straight_to_the_kernels(monkeypatch):
         monkeypatch.setattr(triton_ops, op, None)
     x, of = torch.randn(12, 140, requires_grad=True), Cast.of("mxfp8")
     with mx.explain() as log:
-        rowwise, columnwise = select_pair.quantize_operands(x, of, mx.Orientation.BOTH)
-        assert_same_operand(select.quantize_operand(x, of), rowwise)
+        rowwise, columnwise = choose_pair.quantize_operands(x, of, mx.Orientation.BOTH)
+        assert_same_operand(choose_cast.quantize_operand(x, of), rowwise)
         assert_same_operand(columnwise, encode(x.t(), of))
-        values, _ = select.fake_quantize(x, of, torch.float32)
-        assert_same_values(select.dequantize_operand(rowwise, torch.float32), values)
+        values, _ = choose_cast.fake_quantize(x, of, torch.float32)
+        assert_same_values(choose_cast.dequantize_operand(rowwise, torch.float32), values)
     assert {e.kernel for e in log.entries} == {"triton"}
     assert not any(t.requires_grad for t in (values, *rowwise.tensors, *columnwise.tensors))

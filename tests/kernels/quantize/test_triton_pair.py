@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mxtensor import FORMATS, Cast, get_format
-from mxtensor.kernels.gemm.spec import FakeQuantized, Form
-from mxtensor.kernels.quantize import triton_columns, triton_pair, triton_rows
-from mxtensor.kernels.quantize.reference import encode_with_amax
+from mxtensor.kernels.operands import FakeQuantized, Form
+from mxtensor.kernels.quantize import triton_columns, triton_rows
+from mxtensor.kernels.quantize.definition import encode_with_amax
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.reference import decode_local, encode
 from tests.helpers.compare import assert_same_operand, assert_same_values
@@ -54,7 +54,7 @@ def assert_is(copy, operand, dtype=None):
 
 
 def assert_pair(x, cast, forms=(VALUES, VALUES), dtype=BF16, columns=None):
-    row, column = triton_pair.pair(x, cast, *forms, dtype, None, None)
+    row, column = triton_columns.pair(x, cast, *forms, dtype, None, None)
     assert_is(row, encode(x, cast), dtype)
     assert_is(column, encode(x.t(), columns or cast), dtype)
     if forms[1] is VALUES:
@@ -143,7 +143,7 @@ ELEMENTS = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mx
 
 @pytest.fixture
 def in_words(monkeypatch):
-    """Every value is computed by ``triton_device/values.py``; otherwise the test would not test it."""
+    """Every value is computed by ``triton_device/quantize.py``; otherwise the test would not test it."""
     for name in ("_encode", "_encode_words"):
         monkeypatch.delattr(triton_columns, name)
 
@@ -202,7 +202,7 @@ def test_codes_and_their_transpose_by_one_scale(name, dtype):
         for shape in ((36, 134), (37, 131)):
             x, cast = values(*shape, dtype, specials), Cast.of(name)
             for forms in ((CODES, CODES), (None, CODES)):
-                row, column = triton_pair.pair(x, cast, *forms, dtype, None, None)
+                row, column = triton_columns.pair(x, cast, *forms, dtype, None, None)
                 assert row is None if forms[0] is None else assert_same_operand(row, encode(x, cast)) is None
                 assert_same_operand(column, encode(x.t(), cast))
 
@@ -215,7 +215,7 @@ def test_a_given_amax_makes_the_scale_and_the_own_one_is_recorded(name, amax):
     cast, amax = Cast.of(name), torch.tensor(amax)
     for specials, dtype, operands in ((True, BF16, 0.0), (False, FP16, 0.0), (False, FP32, 1e32), (False, BF16, 1e39)):
         x, record = values(21, 132, dtype, specials), torch.tensor(operands)
-        row, column = triton_pair.pair(x, cast, CODES, CODES, dtype, amax, record)
+        row, column = triton_columns.pair(x, cast, CODES, CODES, dtype, amax, record)
         assert_same_operand(row, encode_with_amax(x, cast, amax))
         assert_same_operand(column, encode_with_amax(x.t().contiguous(), cast, amax))
         own = torch.maximum(x.abs().amax().float(), torch.tensor(operands))
@@ -226,7 +226,7 @@ def test_a_given_amax_makes_the_scale_and_the_own_one_is_recorded(name, amax):
 @small
 def test_without_an_amax_the_record_takes_the_one_that_was_used(name):
     x, record = values(21, 132, BF16, specials=False), torch.tensor(0.5)
-    row, column = triton_pair.pair(x, Cast.of(name), CODES, None, x.dtype, None, record)
+    row, column = triton_columns.pair(x, Cast.of(name), CODES, None, x.dtype, None, record)
     assert_same_operand(row, encode(x, Cast.of(name)))
     assert column is None and record == x.abs().amax().float().clamp(min=0.5)
 
@@ -235,13 +235,13 @@ def test_without_an_amax_the_record_takes_the_one_that_was_used(name):
 @small
 def test_the_transpose_is_not_rounded_again(name):
     x, cast = values(37, 132, FP32, specials=False), stochastic(name, 5)
-    row, column = triton_pair.pair(x, cast, CODES, CODES, x.dtype, torch.tensor(3.0), None)
+    row, column = triton_columns.pair(x, cast, CODES, CODES, x.dtype, torch.tensor(3.0), None)
     assert_same_operand(row, encode_with_amax(x, cast, torch.tensor(3.0)))
     assert torch.equal(column.data.view(torch.uint8), row.data.view(torch.uint8).t())
 
 
 def test_one_scale_with_the_tiles_of_a_device():
     x = values(141, 150, BF16)
-    row, column = triton_pair.pair(x, Cast.of("float8_tensor"), CODES, CODES, x.dtype, torch.tensor(9.0), None)
+    row, column = triton_columns.pair(x, Cast.of("float8_tensor"), CODES, CODES, x.dtype, torch.tensor(9.0), None)
     assert_same_operand(row, encode_with_amax(x, Cast.of("float8_tensor"), torch.tensor(9.0)))
     assert torch.equal(column.data.view(torch.uint8), row.data.view(torch.uint8).t())

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import cublas, dequant, dot_scaled, scaled_mm_call  # noqa: F401  (define ops)
+from mxtensor.kernels.gemm import cublas, dequant, dot_scaled, scaled_mm_contract  # noqa: F401  (define ops)
 from mxtensor.kernels.quantize import amax_history, triton_ops  # noqa: F401
-from mxtensor.kernels.runtime import check
-from mxtensor.kernels.small_m import ops as small_m
+from mxtensor.kernels.runtime import custom_op
+from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m.launch import Weight
 from mxtensor.numerics.reference import decode
 
@@ -244,7 +244,7 @@ def test_ops_for_cuda_refuse_tensors_on_other_devices(monkeypatch):
             OPS.small_m_shared(a, *lists[:2], "mxfp8_e4m3", 128, None, *lists[2:], *rest, "", "")
     with pytest.raises(ValueError, match="needs cuBLAS and tensors on a CUDA device"):
         OPS.device_scaled_mm(a, a, [torch.ones(())], None, *rest)
-    monkeypatch.setattr(check, "interpreted", lambda: False)
+    monkeypatch.setattr(custom_op, "interpreted", lambda: False)
     with pytest.raises(ValueError, match="needs tensors on a CUDA device"):
         OPS.quantize(a, "mxfp8_e4m3", "floor", "nearest", None, 0.0)
     with pytest.raises(ValueError, match="needs tensors on a CUDA device"):

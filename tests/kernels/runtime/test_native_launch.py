@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mxtensor.kernels.runtime import host_calls, native_launch
-from mxtensor.kernels.runtime.native_launch import of_compiled, parameters
+from mxtensor.kernels.runtime import host_calls
+from mxtensor.kernels.runtime.host_calls import of_compiled, parameters
 
 X, Y = torch.empty(4), torch.empty(2)
 SIGNATURE = {
@@ -43,7 +43,7 @@ def compiled(signature=None, run="CudaLauncher", **facts):
 @pytest.fixture
 def driver(monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(native_launch, "driver", lambda: driver)
+    monkeypatch.setattr(host_calls, "driver", lambda: driver)
     monkeypatch.setattr(host_calls, "launches", lambda addresses, steps: (addresses, steps))
     return driver
 
@@ -80,5 +80,5 @@ def test_triton_launches_kernels_whose_parameters_the_driver_knows_otherwise(dri
 
 
 def test_an_older_driver_is_not_asked(monkeypatch):
-    monkeypatch.setattr(native_launch, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=None))
+    monkeypatch.setattr(host_calls, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=None))
     assert of_compiled(compiled(), 5, ARGUMENTS) is None

@@ -12,7 +12,7 @@ import torch
 
 import mxtensor as mx
 from mxtensor.kernels.runtime import disk_cache, nvrtc
-from mxtensor.kernels.runtime.cuda_macros import ELEMENTS, TYPES, cast_constants
+from mxtensor.kernels.runtime.nvrtc import ELEMENTS, TYPES, cast_constants
 from mxtensor.kernels.small_m.config import MOST_WEIGHTS, Facts, classes_of, constants, facts_for
 from mxtensor.kernels.small_m.config import registers as registers_of
 from mxtensor.kernels.small_m.heuristics import ROWS, measured_for, table

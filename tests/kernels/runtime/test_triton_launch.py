@@ -8,9 +8,9 @@ import torch
 from mxtensor import Cast, get_format
 from mxtensor.core import compat, devices
 from mxtensor.core.kernel import Spec
-from mxtensor.kernels.quantize import triton_rows
-from mxtensor.kernels.quantize import triton_tiles as tiles
-from mxtensor.kernels.quantize.triton_constants import cast_code, format_code
+from mxtensor.kernels.quantize import triton_columns, triton_rows
+from mxtensor.kernels.quantize import triton_common as tiles
+from mxtensor.kernels.quantize.triton_common import cast_code, format_code
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.operand import Operand
 
@@ -227,7 +227,7 @@ def test_casts_refuse_what_no_triton_kernel_runs(pretend):
     x, cast = torch.randn(8, 64), Cast.of("mxfp8")
     sentence = "Triton needs sm80, this device is sm70"
     assert triton_rows.refuses_quantize(spec(), x, cast) == sentence
-    assert triton_rows.refuses_both(spec(), x, cast) == sentence
+    assert triton_columns.refuses_both(spec(), x, cast) == sentence
     assert triton_rows.refuses_fake_quantize(spec(), x, cast, torch.bfloat16) == sentence
     operand = Operand(torch.zeros(8, 64), torch.zeros(8, 2), None, cast.format, (8, 64))
     assert triton_rows.refuses_dequantize(spec(), operand, torch.bfloat16) == sentence
@@ -237,7 +237,7 @@ def test_casts_accept_every_format_and_dtype_but_float64(pretend):
     x = torch.randn(8, 64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert triton_rows.refuses_quantize(spec(dtype=dtype), x, Cast.of("mxfp8")) is None
-        assert triton_rows.refuses_both(spec(dtype=dtype), x, Cast.of("nvfp4")) is None
+        assert triton_columns.refuses_both(spec(dtype=dtype), x, Cast.of("nvfp4")) is None
         assert triton_rows.refuses_fake_quantize(spec(dtype=dtype), x, Cast.of("float8_row"), dtype) is None
     assert triton_rows.refuses_quantize(spec(dtype=torch.float64), x, Cast.of("mxfp8")) == "not for float64"
     reason = triton_rows.refuses_fake_quantize(spec(), x, Cast.of("mxfp8"), torch.float64)
@@ -252,9 +252,9 @@ def test_a_tensor_without_values_is_refused(pretend):
 
 @pytest.mark.parametrize("name", ["mxfp8[32x32]", "float8_row", "float8_tensor", "float8_128x128"])
 def test_two_copies_are_made_of_blocks_along_rows_only(name, pretend):
-    reason = triton_rows.refuses_both(spec(), torch.randn(8, 64), Cast.of(name))
+    reason = triton_columns.refuses_both(spec(), torch.randn(8, 64), Cast.of(name))
     assert reason == "makes both copies of blocks along rows only"
-    assert triton_rows.refuses_both(spec(), torch.randn(2, 4, 64), Cast.of("mxfp8")) == "matrices only"
+    assert triton_columns.refuses_both(spec(), torch.randn(2, 4, 64), Cast.of("mxfp8")) == "matrices only"
 
 
 def test_an_exported_program_has_no_triton_in_it(pretend, monkeypatch):
@@ -266,8 +266,8 @@ def test_an_exported_program_has_no_triton_in_it(pretend, monkeypatch):
 def test_sizes_of_tiles_divide_by_what_they_hold():
     """Powers of two, which Triton wants, and whole blocks of every format, which the kernels want."""
     widest = max(get_format(f"mxfp8[1x{n}]").block[1] for n in (16, 32, 64, 128))
-    every = [*tiles.ROWS.values(), *tiles.DECODE.values(), *tiles.COLUMNS.values()]
-    for first, second, *_ in [*every, tiles.PAIRS, (1, *tiles.FULL_ROWS)]:
+    every = [*tiles.ROW_TILES.values(), *tiles.DECODE_TILES.values(), *tiles.COLUMN_TILES.values()]
+    for first, second, *_ in [*every, tiles.PAIR_TILE, (1, *tiles.FULL_ROW_TILE)]:
         assert first & (first - 1) == 0 and second & (second - 1) == 0
-    assert all(cols % widest == 0 for _, cols, *_ in [*tiles.ROWS.values(), *tiles.DECODE.values()])
-    assert 2 * tiles.PAIRS[1] % widest == 0
+    assert all(cols % widest == 0 for _, cols, *_ in [*tiles.ROW_TILES.values(), *tiles.DECODE_TILES.values()])
+    assert 2 * tiles.PAIR_TILE[1] % widest == 0

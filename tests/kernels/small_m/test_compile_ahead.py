@@ -5,8 +5,8 @@ import torch
 import mxtensor as mx
 from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import launch
-from mxtensor.kernels.small_m.compile_ahead import kernels_of
 from mxtensor.kernels.small_m.config import LaunchConfig
+from mxtensor.kernels.small_m.launch import kernels_of
 
 PIPELINED = LaunchConfig(1, 1, 1, 2, 4, 3, 1, 1, False)
 WGMMA = LaunchConfig(1, 2, 4, 1, 4, 4, 1, 1, False, True, 2)

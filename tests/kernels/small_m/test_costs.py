@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.small_m import costs, heuristics
+from mxtensor.kernels import expected_time as costs
+from mxtensor.kernels.small_m import heuristics
 from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.kernels.small_m.heuristics import Measured, choose_config, gpu_of, table
 from mxtensor.report.costs import FITTED, HELD_OUT, check, fit, lent, main, products, read_times, updated, write_times
@@ -58,6 +59,7 @@ def test_a_file_of_costs_is_read_as_it_was_written(tmp_path, monkeypatch):
 TIMES = Path(__file__).parents[3] / "benchmarks" / "results" / "small_m_times.json"
 
 
+@pytest.mark.exhaustive
 def test_the_costs_are_those_of_the_times_in_the_repository(tmp_path, capsys):
     main(["--read", str(TIMES), "--json", str(tmp_path / "costs.json")])
     assert (tmp_path / "costs.json").read_text() == costs.path_of((9, 0)).read_text()

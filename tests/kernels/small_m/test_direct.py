@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mxtensor as mx
-from mxtensor.kernels.runtime import nvrtc
-from mxtensor.kernels.small_m import heuristics, later_launch, launch
+from mxtensor.core import recording
+from mxtensor.kernels.expected_time import Cost, costs_of
+from mxtensor.kernels.runtime import host_calls, nvrtc
+from mxtensor.kernels.small_m import heuristics, launch
 from mxtensor.kernels.small_m.config import ELEMENTS, LaunchConfig, registers
-from mxtensor.kernels.small_m.costs import Cost, costs_of
 from mxtensor.kernels.small_m.heuristics import expected_time
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FORMATS
@@ -222,19 +223,25 @@ def test_a_product_is_one_launch_without_scratch_memory(monkeypatch):
 
 
 @needs_compiler
-def test_a_repeated_product_has_the_bits_of_the_first(monkeypatch):
-    monkeypatch.setattr(later_launch, "PackedLaunches", cuda_on_cpu.PackedLaunches)
+def test_a_recorded_product_has_the_bits_of_the_first(monkeypatch):
+    """With several weights: x is elsewhere in each call, and its map of tiles moves with it."""
+    monkeypatch.setattr(host_calls, "packed", cuda_on_cpu.packed_steps)
     monkeypatch.setattr(launch, "choose_config", lambda *args: ONE)
     monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
     weights = [weight("mxfp8", n, 256) for n in (40, 90)]
-    given = [launch.Weight(w.data, w.scale, None, torch.randn(w.shape[0]).bfloat16()) for w in weights]
+    biases = [torch.randn(w.shape[0]).bfloat16() for w in weights]
+    tensors = [t for w, bias in zip(weights, biases, strict=True) for t in (w.data, w.scale, bias)]
+
+    def work(x):
+        given = [launch.Weight(w.data, w.scale, None, bias) for w, bias in zip(weights, biases, strict=True)]
+        return launch.launch(x, given, MXFP8, 256, None, None, 1.0, 1.0, torch.bfloat16, None)
+
     x = torch.randn(5, 256).bfloat16()
-    repeated = later_launch.make_launch(x, given, MXFP8, 256, None, kind=later_launch.SharedLaunch)
-    assert repeated.scratch_bytes == 0
-    for size in (1, 100):  # x elsewhere, with other values
+    _, program = recording.record(lambda: work(x), [x, *tensors], list)
+    for size in (1, 100):
         x = torch.randn(5, 256).bfloat16() * size
-        first = products(x, weights, ONE, None, [w.bias for w in given], torch.bfloat16)
-        assert all(map(torch.equal, repeated(x), first))
+        first = products(x, weights, ONE, None, biases, torch.bfloat16)
+        assert all(map(torch.equal, program(x, *tensors), first))
 
 
 @pytest.mark.parametrize(
@@ -278,4 +285,4 @@ def test_registers_of_the_threads_add_up_to_what_a_multiprocessor_has():
 def test_the_expected_time_of_converted_activations_is_that_of_no_direct_config(monkeypatch):
     costs = {(MXFP8.name, False, 64): (Cost(ONE, 1.0, 0.0, 0.0, 0.0), Cost(WGMMAS[0], 2.0, 0.0, 0.0, 0.0))}
     monkeypatch.setattr(heuristics, "costs_of", lambda capability: costs)
-    assert expected_time(MXFP8, 64, 1536, 2048) == 2.0
+    assert expected_time(MXFP8.name, 64, 1536, 2048) == 2.0

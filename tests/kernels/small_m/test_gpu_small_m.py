@@ -10,7 +10,8 @@ from torch._inductor.utils import run_and_get_code
 
 import mxtensor as mx
 from mxtensor.kernels.gemm.select import gemm, grouped_gemm
-from mxtensor.kernels.gemm.spec import GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import Unquantized
 from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.kernels.small_m.launch import Weight, launch
 from mxtensor.numerics.cast import Cast

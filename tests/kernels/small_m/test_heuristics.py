@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.runtime.cuda_macros import copy_size
+from mxtensor.kernels.expected_time import tiles_at_a_time, tiles_of
+from mxtensor.kernels.runtime.nvrtc import copy_size
 from mxtensor.kernels.small_m import launch
+from mxtensor.kernels.small_m.config import RESERVED, Gpu, layout_of, pipelined_bytes
 from mxtensor.kernels.small_m.heuristics import (
     CLUSTERS_OF_AN_H100,
     COLUMNS,
@@ -22,8 +24,6 @@ from mxtensor.kernels.small_m.heuristics import (
     row_of,
     table,
 )
-from mxtensor.kernels.small_m.shared_memory import RESERVED, Gpu, layout_of, pipelined_bytes
-from mxtensor.report import tune
 from tests.helpers.small_m import DECODED, PERSISTENT, PERSISTENT_WIDE, PIPELINED, WGMMA
 
 H100 = Gpu((9, 0), SHARED_BYTES[9, 0], 132, {2: 66, 4: 30})
@@ -34,7 +34,9 @@ def test_the_table_of_sm90_has_every_number_of_rows_and_its_configs_fit():
     assert {line.m for line in lines} == set(ROWS)
     for line in lines:
         assert layout_of(mx.FORMATS[line.format], line.config, line.m, line.n, line.k, H100)
-        assert line.config.cols >= min(line.m, 128) or tune.one_wave(line.config, line.m, line.n, H100)
+        assert line.config.cols >= min(line.m, 128) or tiles_of(line.config, line.m, line.n) <= tiles_at_a_time(
+            line.config, H100
+        )
         assert line.config.wr * line.config.wk in (4, 8, 12, 16)
 
 

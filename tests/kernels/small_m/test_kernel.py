@@ -5,7 +5,8 @@ import torch
 
 import mxtensor as mx
 from mxtensor.core.kernel import Spec
-from mxtensor.kernels.gemm.spec import FakeQuantized, GemmArgs, Unquantized
+from mxtensor.kernels.gemm.spec import GemmArgs
+from mxtensor.kernels.operands import FakeQuantized, Unquantized
 from mxtensor.kernels.small_m import kernel as small_m
 from mxtensor.kernels.small_m import launch
 from mxtensor.kernels.small_m.heuristics import most_rows
@@ -63,7 +64,7 @@ def test_operands_of_every_kind_are_accepted(kind, monkeypatch):
         "stack of rows": (x.view(2, 2, 64), x.double()),
     }
     gemm_operand, reference = gemm_operands[kind]
-    y = small_m.run(gemm_operand, w, GemmArgs(torch.float32))
+    y = small_m.KERNEL.run(gemm_operand, w, GemmArgs(torch.float32))
     assert y.shape == (*gemm_operand.shape[:-1], 32)
     assert error(y.view(4, 32), reference @ values(w).t()) < TOLERANCE
 

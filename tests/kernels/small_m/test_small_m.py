@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 import mxtensor as mx
 from mxtensor.kernels.small_m import launch
-from mxtensor.kernels.small_m.config import classes_of
+from mxtensor.kernels.small_m.config import Gpu, classes_of
 from mxtensor.kernels.small_m.heuristics import SHARED_BYTES
-from mxtensor.kernels.small_m.shared_memory import Gpu
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import E2M3, FORMATS, UE4M3, Format
 from mxtensor.numerics.operand import Operand

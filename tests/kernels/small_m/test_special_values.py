@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mxtensor as mx
-from mxtensor.kernels.runtime.cuda_macros import ELEMENTS
+from mxtensor.kernels.runtime.nvrtc import ELEMENTS
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.formats import FORMATS
 from mxtensor.numerics.operand import Operand

@@ -1,0 +1,441 @@
+"""ProductState: what one product of a module stores between calls.
+
+Amax histories of delayed scaling, the quantized weight of several microbatches, and weight gradients to be computed.
+
+Weights may be in shards. Inside a forward pass FSDP2 replaces the sharded parameter by the gathered weight. It reduces
+only gradients that autograd computes, so not those of ``fuse_wgrad_accumulation`` and ``delay_wgrad_compute``.
+Therefore the gathered weight stores the parameter it stands for, and such a gradient is averaged over the ranks into
+the parameter's shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..core.arguments import described
+from ..core.autograd import without_autocast
+from ..core.local import is_sharded, local_of
+from ..core.select import dispatch_context, restore_context
+from ..numerics.formats import E4M3, E5M2
+from ..numerics.operand import Operand
+from ..recipe.linear_recipe import LinearRecipe
+from ..tensor.mxtensor import MXTensor
+from ..training.casts import weight_copies
+from ..training.delayed_scaling import DelayedState, Scales
+from ..training.passes import WgradHook
+from ..training.recompute import restore_later
+from .pickle_reader import read_pickle
+
+WeightShards = Sequence[Tensor]
+"""The parameters whose rows, one below the other, are the weight of one product."""
+CachedOperands = tuple[Operand | None, Operand | None]
+"""The rowwise and the columnwise operand of a weight."""
+Wgrad = Callable[[torch.dtype], Tensor]
+"""Computes the weight gradient in the given dtype."""
+
+
+@dataclass(frozen=True)
+class _CachedWeight:
+    """The operands of a weight for several microbatches, with the recipe and the versions they were made from."""
+
+    operands: CachedOperands
+    linear_recipe: LinearRecipe
+    versions: tuple[tuple[int, int, int], ...]
+
+
+class ProductState:
+    """The state of one product of a module."""
+
+    def __init__(self) -> None:
+        self.delayed: DelayedState | None = None
+        self.loaded: dict[str, Tensor] | None = None
+        """A delayed state from a checkpoint, until the first forward pass shows which recipe it belongs to."""
+        self._cached_weight: _CachedWeight | None = None
+        self._pending: list[Callable[[], None]] = []
+
+    # ---------------------------------------------------------------------------------------- delayed scaling
+
+    def init_state(self, linear_recipe: LinearRecipe, device: torch.device) -> None:
+        """Create the delayed state that ``linear_recipe`` needs, or continue that of another recipe of delayed scaling;
+        without delayed scaling it is dropped.
+
+        Raises ValueError if the history of a checkpoint has another length than the recipe's.
+        """
+        if linear_recipe.delayed is None:
+            self.delayed = None
+        elif self.delayed is not None and self.delayed.linear_recipe != linear_recipe:
+            restore_later(self, "delayed")
+            self.delayed = self.delayed.under(linear_recipe, device)
+        elif self.delayed is None:
+            state = DelayedState(linear_recipe, device)
+            if self.loaded is not None:
+                state.load_state_dict(self.loaded)
+            self.delayed, self.loaded = state, None
+        elif self.delayed.amax.device != device:
+            self.move(device)
+
+    def move(self, device: torch.device) -> None:
+        """Move the delayed state to ``device``."""
+        if self.delayed is not None:
+            self.delayed = self.delayed.to(device)
+
+    def scales(self, group: Any) -> Scales | None:
+        """The scales of this forward pass, which is one step of the history; None without delayed scaling."""
+        return None if self.delayed is None else self.delayed.step(group)
+
+    # ---------------------------------------------------------------------------------------- cached operands
+
+    def operands(
+        self, weight: Tensor, shards: WeightShards, linear_recipe: LinearRecipe, scales: Scales | None,
+        first: bool | None,
+    ) -> CachedOperands | None:  # fmt: skip
+        """The operands of ``weight``, which consists of ``shards``, for this microbatch; None: the product casts it.
+
+        ``first`` (TransformerEngine's ``is_first_microbatch``): True makes and caches them; False uses the cached ones,
+        unless the weight or its casts have changed; None caches nothing.
+        """
+        if first is None or isinstance(weight, MXTensor) or linear_recipe.weight.rowwise is None:
+            return None
+        # Identity, version and memory of each parameter. Every in-place write, such as an optimizer step, changes the
+        # version; parameter.data = values changes the memory.
+        versions = tuple((id(shard), version(shard), local_of(shard).data_ptr()) for shard in map(owner, shards))
+        cached = self._cached_weight
+        if (
+            first
+            or cached is None
+            or cached.linear_recipe.weight != linear_recipe.weight
+            or cached.versions != versions
+        ):
+            with torch.inference_mode(False):
+                cached = _CachedWeight(weight_copies(weight, linear_recipe, scales), linear_recipe, versions)
+                self._cached_weight = cached
+        return cached.operands
+
+    # ---------------------------------------------------------------------------------------- weight gradients
+
+    def on_wgrad(self, shards: WeightShards, dtype: torch.dtype, fused: bool, delayed: bool) -> WgradHook | None:
+        """What the backward pass does with the gradient of the weight that consists of ``shards``; None: as torch does.
+
+        ``fused`` adds it, in float32, to ``main_grad``; ``delayed`` leaves it to ``backward_dw``. ``dtype``: the dtype
+        of the product without ``fused``.
+        """
+        if not fused and not delayed:
+            return None
+
+        def add(wgrad: Wgrad) -> None:
+            dw = wgrad(torch.float32 if fused else dtype)
+            for shard, rows in zip(shards, dw.split([shard.shape[0] for shard in shards]), strict=True):
+                if shard.requires_grad:
+                    add_gradient(owner(shard), rows, fused, len(shards) > 1)
+
+        def hook(wgrad: Wgrad) -> Tensor | None:
+            if not delayed:
+                add(wgrad)
+                return stand_in(shards) if fused else None
+            context, device = dispatch_context(), shards[0].device
+
+            def run() -> None:
+                with torch.no_grad(), without_autocast(device), restore_context(*context):
+                    add(wgrad)
+
+            self._pending.append(run)
+            return None
+
+        return hook
+
+    def backward_dw(self) -> None:
+        """Compute and accumulate the weight gradients of all backward passes since the last call."""
+        while self._pending:
+            self._pending.pop(0)()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the histories, but neither cached operands nor pending gradients: they belong to the original."""
+        return self.__dict__ | {"_cached_weight": None, "_pending": []}
+
+
+def share_loaded(states: Sequence[ProductState], products: int) -> None:
+    """Give ``products`` products the delayed states of a checkpoint that has another number of them.
+
+    A weight that consists of several parameters is one product, or one for each parameter if they are quantized: each
+    gets the largest amaxes of all.
+    """
+    found = [state.loaded for state in states if state.loaded is not None]
+    if len(found) in (0, products):
+        return
+    merged = {}
+    for name, value in found[0].items():
+        values = [loaded[name] for loaded in found if name in loaded and loaded[name].shape == value.shape]
+        merged[name] = torch.stack(values).amax(0)
+    for index, state in enumerate(states):
+        state.loaded = dict(merged) if index < products else None
+
+
+# ---------------------------------------------------------------------------------------------- weights in shards
+
+STANDS_FOR = "_mx_stands_for"
+ADDED = "grad_added_to_main_grad"
+"""Megatron's attribute of a parameter: set to True when its gradient has been added to ``main_grad``."""
+
+
+def remember(name: str, value: Any, sharded: dict[str, Any]) -> None:
+    """Record that parameter ``name`` becomes ``value``: a sharded parameter, or the weight gathered from it."""
+    if is_sharded(value):
+        sharded[name] = value
+    elif name in sharded:
+        setattr(value, STANDS_FOR, sharded[name])
+
+
+def owner(weight: Tensor) -> Tensor:
+    """The parameter that an optimizer steps for ``weight``: the sharded one that it stands for, or itself."""
+    return getattr(weight, STANDS_FOR, weight)
+
+
+def distributed_like(values: Tensor, parameter: Any) -> Tensor:
+    """``values`` of the first rank, sharded like ``parameter``."""
+    if not is_sharded(parameter):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements)
+
+
+def version(parameter: Any) -> int:
+    """A number that every in-place write increases, also a write to the local shard; -1 for an inference tensor."""
+    if parameter.is_inference():
+        return -1
+    local = local_of(parameter)  # writes to it do not change the version of the DTensor
+    return int(parameter._version + (0 if local is parameter else local._version))
+
+
+def main_grad_misfit(parameter: Any) -> str | None:
+    """What is wrong with ``parameter.main_grad``; None if gradients can be added to it."""
+    main = getattr(parameter, "main_grad", None)
+    if main is None:
+        return "no main_grad"
+    if main.shape != parameter.shape:
+        return f"a main_grad of shape {tuple(main.shape)}"
+    if is_sharded(parameter) and not (is_sharded(main) and main.placements == parameter.placements):
+        return "a main_grad that is not sharded like the weight"
+    return None
+
+
+def add_gradient(parameter: Any, dw: Tensor, to_main_grad: bool, copy: bool) -> None:
+    """Add ``dw``, the gradient of the whole weight, to ``main_grad`` or ``grad``.
+
+    For a sharded parameter, this rank's shard of the mean over all ranks is added, computed in float32; every rank must
+    call this. ``copy``: ``dw`` itself must not become ``grad``.
+    """
+    if to_main_grad and hasattr(parameter, ADDED):
+        setattr(parameter, ADDED, True)
+    overwrites = to_main_grad and getattr(parameter, "overwrite_main_grad", False)
+    if not is_sharded(parameter):
+        if to_main_grad:
+            (parameter.main_grad.copy_ if overwrites else parameter.main_grad.add_)(dw)
+        elif parameter.grad is None:
+            parameter.grad = dw.to(parameter.dtype, copy=copy)
+        else:
+            parameter.grad.add_(dw.to(parameter.dtype))
+        return
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = parameter.device_mesh
+    partial = DTensor.from_local(dw.float() / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+    shard = local_of(partial.redistribute(placements=parameter.placements))
+    if not to_main_grad and parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    target = local_of(parameter.main_grad if to_main_grad else parameter.grad)
+    shard = shard.to(target.device, target.dtype)  # the gradient may be offloaded to another device
+    (target.copy_ if overwrites else target.add_)(shard)
+
+
+def stand_in(shards: Sequence[Tensor]) -> Tensor | None:
+    """The gradient (N, K), all zeros, that autograd gets for a weight whose gradient is in ``main_grad``; None without.
+
+    Megatron's hooks wait for ``weight.grad``, and skip it where ``grad_added_to_main_grad`` is set. As in
+    TransformerEngine, a parameter that has this attribute gets one.
+    """
+    if not all(hasattr(owner(shard), ADDED) for shard in shards):
+        return None
+    first, rows = shards[0], sum(shard.shape[0] for shard in shards)
+    return torch.zeros(rows, first.shape[1], dtype=first.dtype, device=first.device)
+
+
+# ---------------------------------------------------------------------------- the state as TransformerEngine shows it
+
+# The state of delayed scaling as TransformerEngine shows it (``module.fp8_meta``) and as it saved it (extra states).
+#
+# The order of scales and amaxes is that of TransformerEngine's ``FP8FwdTensors`` (input, weight, output of each
+# product) and ``FP8BwdTensors`` (gradient of the output, gradient of the input). This package does not cast outputs and
+# gradients of inputs: in ``fp8_meta`` their scale is 1, their amax 0.
+
+COLUMNS = {"scaling_fwd": (0, 1, None), "scaling_bwd": (2, None)}
+"""The columns of a DelayedState (input, weight, gradient) for each product; None for a tensor that is not cast."""
+
+
+class ScalingState:
+    """Delayed scaling of the forward or of the backward tensors of a module; n of them."""
+
+    def __init__(self, states: Sequence[DelayedState], columns: Sequence[int | None]) -> None:
+        self._states, self._columns = states, columns
+
+    def _columns_of(self, values: Sequence[Tensor], other: float) -> Tensor:
+        """The columns of (..., 3) tensors, one after the other; ``other`` for those that are not cast."""
+        columns = [
+            torch.full_like(value[..., 0], other) if column is None else value[..., column]
+            for value in values
+            for column in self._columns
+        ]
+        return torch.stack(columns, -1)
+
+    @property
+    def scale(self) -> Tensor:
+        """float32 (n,): the numbers by which the last pass multiplied values before it rounded them."""
+        return self._columns_of([state.scale for state in self._states], 1.0)
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """float32 (n,): the reciprocals of ``scale``."""
+        return 1 / self.scale
+
+    @property
+    def amax_history(self) -> Tensor:
+        """float32 (amax_history_len, n): the amaxes that the next scale is computed from, those of the last pass in
+        row 0, and then from the newest to the oldest."""
+        rows = [torch.cat([state.record.unsqueeze(0), state.history[:-1]]) for state in self._states]
+        return self._columns_of(rows, 0.0)
+
+
+class Fp8Meta(Mapping[str, Any]):
+    """What ``module.fp8_meta`` has: ``fp8_checkpoint`` and ``fp8_group`` at any time; ``recipe`` and ``num_gemms``
+    after the first pass under a recipe; ``scaling_fwd`` and ``scaling_bwd`` (ScalingState) with delayed scaling."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def _entries(self) -> dict[str, Any]:
+        """The keys that the mapping has now, with their values."""
+        recipe, group, products = self._module._last_pass or (None, None, 0)
+        found: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": group}
+        if recipe is None:
+            return found
+        states = [state.delayed for state in self._module._products[:products]]
+        found |= {"recipe": recipe, "num_gemms": products}
+        delayed = [state for state in states if state is not None]
+        if delayed:
+            found |= {key: ScalingState(delayed, columns) for key, columns in COLUMNS.items()}
+        return found
+
+    def __getitem__(self, key: str) -> Any:
+        found = self._entries()
+        if key in found:
+            return found[key]
+        label, recipe = self._module.label, type(found.get("recipe")).__name__
+        if "recipe" not in found:
+            raise KeyError(f"fp8_meta of {label} has no {key!r} before its first pass under a recipe: {sorted(found)}")
+        if key in COLUMNS:
+            raise KeyError(
+                f"fp8_meta of {label} has no {key!r} with {recipe}, whose scales belong to single tensors; read the "
+                f"cast from module.quantizers[{key!r}]"
+            )
+        raise KeyError(f"fp8_meta of {label} has no {key!r}; it has {', '.join(sorted(found))}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries())
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._entries()})"
+
+
+# ---------------------------------------------------------------------------------------------- extra states
+#
+# Bytes, empty or a pickle with the amax histories. Row 0 of a history is the pass that runs, its last row the newest
+# one; the scales of the next pass are computed already. Here a step moves ``record``, the newest row, into the history,
+# newest first, and computes the scales then.
+
+ATTENTION = "fused_attention._extra_state"
+"""Where TransformerEngine 1.6 and 1.7 stored the state of quantized attention."""
+NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+FORWARD, BACKWARD = 3, 2
+"""The tensors of each product: input, weight, result; gradient of the result, gradient of the input."""
+ROUNDING = 1e-5
+"""More than what computing a scale and its reciprocal changes."""
+
+
+class _Recipe(NamedTuple):
+    forward: float = E4M3.max
+    backward: float = E5M2.max
+    margin: float = 0
+
+
+def product_states(label: str, data: Any) -> dict[str, Tensor]:
+    """``"PRODUCT.TENSOR"`` -> tensor of delayed scaling from an extra state of TransformerEngine; nothing for other
+    recipes. ``label`` names the module. Raises ValueError for other bytes."""
+    if isinstance(data, Tensor) and data.dtype is torch.uint8 and data.numel() == 0:
+        return {}
+    try:
+        state: dict[str, Any] = read_pickle(data.detach().cpu().numpy().tobytes()) or {}
+        found: dict[str, Any] = {name: state.get(name) for name in NAMES}
+        if not any(isinstance(value, Tensor) for value in found.values()):
+            return {}
+        return _converted(_recipe(state.get("recipe")), *(found[name].to(torch.float32) for name in NAMES))
+    except Exception as error:  # of damaged bytes anything may be raised
+        raise ValueError(
+            f"{label}: the extra state {described(data)} is neither of this package nor of TransformerEngine "
+            f"({type(error).__name__}: {error!s:.120}); remove the keys that end in _extra_state to load the rest: "
+            "amax histories then start anew"
+        ) from error
+
+
+def _recipe(recipe: Any) -> _Recipe:
+    """What scales depend on; without a recipe that of TransformerEngine 1."""
+    if recipe is None:
+        return _Recipe()
+    (maxima,) = recipe.fields["fp8_format"].given
+    forward, backward = maxima.given
+    return _Recipe(float(forward), float(backward), float(recipe.fields.get("margin", 0)))
+
+
+def _converted(
+    recipe: _Recipe, scale_fwd: Tensor, history_fwd: Tensor, scale_bwd: Tensor, history_bwd: Tensor
+) -> dict[str, Tensor]:
+    products = len(scale_fwd) // FORWARD
+    # (..., products, 3): input, weight, gradient of the result. Other shapes raise here.
+    scales, histories = (
+        torch.cat([forward.view(*size, FORWARD)[..., :2], backward.view(*size, BACKWARD)[..., :1]], -1)
+        for forward, backward, size in (
+            (scale_fwd, scale_bwd, (products,)), (history_fwd, history_bwd, (len(history_fwd), products))
+        )
+    )  # fmt: skip
+    maxima = torch.tensor([recipe.forward, recipe.forward, recipe.backward], device="cpu")
+    out: dict[str, Tensor] = {}
+    for i, scale in enumerate(scales):
+        amax, history = maxima / scale, histories[:, i]
+        rows = history[1:].flip(0)  # newest first
+        # The scale may be that of the row that has just left the history: for one more pass it is the oldest row.
+        left = amax / 2.0**recipe.margin
+        largest = rows.amax(0) if len(rows) else torch.zeros_like(amax)
+        known = (history.amax(0) > 0) | (amax != maxima)
+        left = torch.where(known & (left > largest * (1 + ROUNDING)), left, 0.0)
+        rows = torch.cat([rows, left.unsqueeze(0), torch.zeros_like(left).unsqueeze(0)])
+        tensors = {"history": rows[1:], "record": rows[0], "amax": amax}
+        out |= {f"{i}.{name}": value.clone() for name, value in tensors.items()}
+    return out
+
+
+def ignore_extra_state(module: nn.Module) -> None:
+    """Let ``module``, which has no state here, load state dicts of TransformerEngine, whose module has one."""
+    module.register_load_state_dict_pre_hook(_drop_extra_state)
+
+
+def _drop_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """A hook before a state dict is loaded: remove the state of TransformerEngine's module."""
+    for name in ("_extra_state", ATTENTION):
+        state_dict.pop(prefix + name, None)
