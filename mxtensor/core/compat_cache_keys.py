@@ -71,9 +71,9 @@ def _key_of(t: Tensor, usual: Any) -> Any:
     return _key, (type(t).__qualname__, getattr(function, "__name__", ""), arguments, wrappers)
 
 
-def _key(*parts: Any) -> Any:
+def _key(*components: Any) -> Any:
     """The name under which the parts of a key are pickled; no key is ever unpickled."""
-    return parts
+    return components
 
 
 def _with_state(dumps: Callable[[Any, Any], bytes], state: Callable[[], Any]) -> Callable[[Any, Any], bytes]:

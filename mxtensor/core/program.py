@@ -149,11 +149,9 @@ class Program:
 class _Writer:
     """Writes the source of a program."""
 
-    def __init__(self, replaced: dict[int, int], shared: dict[int, int]) -> None:
+    def __init__(self, replaced: dict[int, int]) -> None:
         self.replaced = replaced
         """Tensor -> the tensor that replaces it (``without_first_views``)."""
-        self.shared = shared
-        """Tensor -> bytes from the start of the memory that several share."""
         self.names: dict[str, Any] = {}
         self._known: dict[int, str] = {}
         self.lines: list[str] = []
@@ -181,8 +179,6 @@ class _Writer:
         """An argument of a launch, tensors by their addresses."""
         if not isinstance(x, Value):
             return self.text(x)
-        if x.root in self.shared:
-            return f"shared + {self.shared[x.root] + x.offset}"
         if x.root not in self.addresses:
             self.addresses.add(x.root)
             self.lines.append(f"a{x.root} = v{x.root}.data_ptr()")
@@ -199,8 +195,6 @@ class _Writer:
             self.lines.append(f"{self.text(node.results)} = {self.name(node.args)}")
             return
         if node.is_allocation:
-            if node.results.at in self.shared:
-                return
             shape, stride, dtype = node.geometry
             node = replace(node, args=(shape, stride), kwargs={"dtype": dtype} | node.kwargs)
         if node.function in PREPARE:
@@ -250,37 +244,15 @@ def without_unused(nodes: Sequence[Node], results: Sequence[Value | None]) -> li
     return out[::-1]
 
 
-def _shared_memory(nodes: Sequence[Node], needed: set[int], replaced: dict[int, int]) -> tuple[dict[int, int], int]:
-    """(tensor -> its place in the memory that several share, size of that memory), for those that launches alone use.
-
-    Launches of one stream come one after the other, so that memory is free after the last that uses it.
-    """
-    elsewhere = {replaced.get(at, at) for node in nodes if not node.is_launch for at in _uses(node)} | needed
-    sizes = {
-        node.results.at: _bytes(node.geometry)
-        for node in nodes
-        if node.is_allocation and node.results.at not in elsewhere and _is_dense(node.geometry)
-    }
-    needs: dict[int, Need] = {}
-    for i, node in enumerate(nodes):
-        for at in {replaced.get(at, at) for at in _uses(node)} & sizes.keys():
-            needs[at] = needs.get(at, Need(i, i, sizes[at]))._replace(last=i)
-    if len(needs) < 2:
-        return {}, 0
-    offsets, size = places([*needs.values()])
-    return dict(zip(needs, offsets, strict=True)), size
-
-
 def program_of(
     nodes: Sequence[Node], inputs: Sequence[Value | None], results: Sequence[Value | None], device: torch.device
 ) -> Program:
-    """The program of ``nodes``, without steps whose results are not needed. Memory is freed after its last use, except
-    for temporary memory of launches, which is one allocation."""
+    """The program of ``nodes``, without steps whose results are not needed. Memory is freed after its last use: the
+    device's launches come one after the other on a stream, and torch gives freed memory to later ones only."""
     nodes, replaced = without_first_views(
         without_unused(nodes, results), {value.at for value in results if value is not None}
     )
     needed = {replaced.get(value.at, value.at) for value in results if value is not None}
-    shared, size = _shared_memory(nodes, needed, replaced)
     steps: list[tuple[Node, set[int]]] = []
     """From the end, each with the tensors that it is the last to need."""
     for node in reversed(nodes):
@@ -289,13 +261,10 @@ def program_of(
         steps.append((node, (uses | made) - needed))
         needed |= uses
     arguments = {value.at for value in inputs if value is not None}
-    writer = _Writer(replaced, shared)
-    if shared:
-        memory = f"{writer.name(torch.empty)}({size}, dtype={writer.name(torch.uint8)}, device={writer.name(device)})"
-        writer.lines += [f"memory = {memory}", "shared = memory.data_ptr()"]
+    writer = _Writer(replaced)
     for node, last_used in reversed(steps):
         writer.write(node, needed)
-        unused = sorted(at for at in last_used - arguments if at in needed and at not in shared)
+        unused = sorted(at for at in last_used - arguments if at in needed)
         writer.lines += [f"del {', '.join(f'v{at}' for at in unused)}"] if unused else []
     names = [f"v{value.at}" if value is not None else f"_{i}" for i, value in enumerate(inputs)]
     lines = [*writer.lines, f"return {writer.text(tuple(results))}"]
@@ -303,41 +272,3 @@ def program_of(
     namespace = dict(writer.names)
     exec(compile(source, "<mxtensor program>", "exec"), namespace)
     return Program(namespace["run"], source, device.index if device.type == "cuda" else None)
-
-
-# ------------------------------------------------- temporary memory: what is not needed at the same time shares a place
-
-ALIGNMENT = 512
-"""Bytes; that of torch's own allocations on a GPU."""
-
-
-class Need(NamedTuple):
-    """Memory that is needed from one step to another, both included."""
-
-    first: int
-    last: int
-    size: int
-    """bytes"""
-
-
-def places(needs: Sequence[Need]) -> tuple[list[int], int]:
-    """(bytes from the start of the allocation for each need, size of the allocation).
-
-    Each goes to the lowest place that is free of what is needed at the same time; larger ones first.
-    """
-    found: dict[int, int] = {}
-    for i in sorted(range(len(needs)), key=lambda i: (-needs[i].size, i)):
-        one = needs[i]
-        taken = sorted(
-            (found[j], found[j] + needs[j].size)
-            for j in found
-            if needs[j].first <= one.last and one.first <= needs[j].last
-        )
-        start = 0
-        for begin, end in taken:
-            if start + one.size <= begin:
-                break
-            start = max(start, -(-end // ALIGNMENT) * ALIGNMENT)
-        found[i] = start
-    total = max((found[i] + needs[i].size for i in found), default=0)
-    return [found[i] for i in range(len(needs))], total

@@ -158,6 +158,11 @@ class Recorder(compat.dispatch_mode):
         if id(t) not in self._values:
             self.nodes.append(Node.constant(self._new(t), t))
 
+    def made(self, t: Tensor) -> bool:
+        """Whether ``t`` has been made since the recording began, and is not a view of an input."""
+        value = self._values.get(id(t))
+        return value is not None and value.root not in {one.root for one in self.inputs if one is not None}
+
     def launch(self, launch: Launch) -> None:
         """A kernel has been launched."""
         self.nodes.append(Node(launch.function, launch._replace(arguments=self._replaced(launch.arguments)), {}, None))
@@ -183,6 +188,13 @@ def call(function: Callable[..., Result], *args: Any) -> Result:
     """``function(*args)``, as one step of the program that is being recorded, if one is."""
     recorder = active()
     return function(*args) if recorder is None else recorder.call(function, args)
+
+
+def derived(function: Callable[[Tensor], Tensor], look_up: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    """``look_up(t)``, which caches ``function(t)`` for later calls; in a program, ``function(t)`` for a ``t`` that each
+    call makes anew."""
+    recorder = active()
+    return function(t) if recorder is not None and recorder.made(t) else call(look_up, t)
 
 
 def constant(function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -33,8 +34,8 @@ def install_pending() -> None:
 class _Announcing(Loader):
     """A loader that calls something after a module has run; for the rest, the module's loader."""
 
-    def __init__(self, loader: Loader, call: Callable[[], object]) -> None:
-        self.loader, self.call = loader, call
+    def __init__(self, loader: Loader, waiting: _Waiting) -> None:
+        self.loader, self.waiting = loader, waiting
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -44,25 +45,36 @@ class _Announcing(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        self.call()
+        if self.waiting in sys.meta_path:
+            sys.meta_path.remove(self.waiting)
+            self.waiting.call()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 
 
 class _Waiting(MetaPathFinder):
-    """A finder of one module, once: it finds what the other finders find, and adds the call."""
+    """A finder of one module until it has run: it finds what the other finders find, and adds the call.
+
+    Others may look for the module without importing it, as ``importlib.util.find_spec`` does.
+    """
 
     def __init__(self, module: str, call: Callable[[], object]) -> None:
         self.module, self.call = module, call
+        self._asking: set[int] = set()
+        """The threads that ask the other finders."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self.module:
+        thread = get_ident()
+        if name != self.module or thread in self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self._asking.add(thread)
+        try:
+            spec = find_spec(name)
+        finally:
+            self._asking.discard(thread)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Announcing(spec.loader, self.call)
+            spec.loader = _Announcing(spec.loader, self)
         return spec
 
 

@@ -106,10 +106,14 @@ class RowOperand(NamedTuple):
         return cls(*four, format, shape, memory, groups)
 
 
-@cache
 def sections(format: Format, shape: tuple[int, ...], groups: int = 1) -> tuple[list[tuple[int, int]], int]:
     """(first byte, bytes) of codes, row scales, flags and scales of blocks in the memory of a row-scaled operand, and
     the bytes of all."""
+    known = all(type(size) is int for size in shape)  # a size that torch.compile does not know has no hash
+    return (_cached_sections if known else _sections)(format, shape, groups)
+
+
+def _sections(format: Format, shape: tuple[int, ...], groups: int) -> tuple[list[tuple[int, int]], int]:
     rows, cols = math.prod(shape[:-1]), shape[-1]
     scales, each = format.scale_shape((rows, cols)), rows * groups
     sizes = rows * round_up(cols, INNER), 4 * each, each, format.scale.dtype.itemsize * math.prod(scales)
@@ -118,6 +122,9 @@ def sections(format: Format, shape: tuple[int, ...], groups: int = 1) -> tuple[l
         slices.append((start, size))
         start += round_up(size, ALIGNMENT)
     return slices, start
+
+
+_cached_sections = cache(_sections)
 
 
 def values_of_rows(operand: RowOperand) -> Tensor:
@@ -171,9 +178,9 @@ def by_matrix(quantize: Quantize) -> Quantize:
     def call(x: Tensor, cast: Cast) -> Operand:
         if x.dim() <= 2 or not cast.format.scales_matrices or not x.numel():
             return quantize(x, cast)
-        parts = [quantize(matrix, cast).tensors for matrix in x.flatten(0, -3)]
+        pieces = [quantize(matrix, cast).tensors for matrix in x.flatten(0, -3)]
         shape, format = tuple(x.shape), cast.format
-        data, scale, global_scale = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+        data, scale, global_scale = (torch.stack(tensors) for tensors in zip(*pieces, strict=True))
         wanted = format.data_shape(shape), format.scale_shape(shape), format.global_scale_shape(shape)
         tensors = [t.view(size) for t, size in zip((data, scale, global_scale), wanted, strict=True)]
         return Operand.from_tensors(tensors, format, shape)

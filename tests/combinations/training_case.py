@@ -127,18 +127,22 @@ def made_input(case: Case, rows: int, width: int, device: str, dtype: torch.dtyp
 
 
 class Optimizers:
-    """The optimizer of a case; Muon takes matrices only, so that fused AdamW has the other parameters."""
+    """The optimizer of a case; Muon takes matrices only, so that fused AdamW has the other parameters.
 
-    def __init__(self, kind: str, params: list[Tensor]):
+    A step changes outputs by about as much at each width: where gradients grow by 20 times, delayed scaling saturates.
+    """
+
+    def __init__(self, case: Case, params: list[Tensor]):
+        kind, rate = case["optimizer"], 2e-3 * min(1.0, 256 / int(case["width"]))
         eps = 1e-4 if any(p.dtype is torch.float16 for p in params) else 1e-8  # 1e-8 is 0 in float16
-        adam = partial(torch.optim.AdamW, lr=2e-3, eps=eps)
+        adam = partial(torch.optim.AdamW, lr=rate, eps=eps)
         narrow = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
         if kind == "Muon":
             rest = [p for p in params if p.ndim != 2]
-            self.each = [torch.optim.Muon([p for p in params if p.ndim == 2], lr=2e-3)]
+            self.each = [torch.optim.Muon([p for p in params if p.ndim == 2], lr=rate)]
             self.each += [adam(rest, fused=True)] if rest else []
         elif kind.startswith("FusedAdam"):
-            self.each = [te.FusedAdam(params, lr=2e-3, **(narrow if "8bit" in kind else {}))]
+            self.each = [te.FusedAdam(params, lr=rate, **(narrow if "8bit" in kind else {}))]
         else:
             self.each = [adam(params, **{kind: True})]
 
@@ -151,9 +155,9 @@ class Optimizers:
 def poison(device: str) -> None:
     """Fill freed memory of many sizes with NaN: what is read after it was freed shows."""
     sizes = [2**i for i in range(6, 24 if device == "cuda" else 19)]
-    held = [torch.full((size,), torch.nan, device=device) for size in sizes for _ in range(2)]
-    held += [torch.full((size + size // 2,), torch.nan, device=device, dtype=torch.bfloat16) for size in sizes]
-    del held
+    buffers = [torch.full((size,), torch.nan, device=device) for size in sizes for _ in range(2)]
+    buffers += [torch.full((size + size // 2,), torch.nan, device=device, dtype=torch.bfloat16) for size in sizes]
+    del buffers
 
 
 @contextlib.contextmanager

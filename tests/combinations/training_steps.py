@@ -82,7 +82,7 @@ def microsteps(
 
 
 def reload(model: Model, optimizers: Optimizers, how: str) -> None:
-    """Load a state dict whose values are others than those of the model, as a resumed run does."""
+    """Load a state dict whose values are others than those of the model, as a restored run does."""
     state = {n: v * 0.9 if v.is_floating_point() else v for n, v in copy.deepcopy(model.state_dict()).items()}
     model.load_state_dict(state)
     for optimizer in optimizers.each if how == "both" else []:
@@ -98,7 +98,7 @@ def subject(case: Case, model: Model, device: str) -> list[Step]:
     inputs = [[(x, torch.randn_like(x, dtype=torch.float32).contiguous()) for x in batch] for batch in batches]
     if case["by"] == "quantize_":
         mx.quantize_(model, kind.recipe)
-    optimizers = Optimizers(case["optimizer"], [p for p in model.parameters() if p.requires_grad])
+    optimizers = Optimizers(case, [p for p in model.parameters() if p.requires_grad])
     run, steps = compiled(model, case["way"], device), []
     for number, batch in enumerate(inputs):
         if number == RELOADED and case["reload"] != "no":
@@ -183,7 +183,7 @@ def after_random_casts(name: str) -> bool:
 
 def check_updates(case: Case, shadow: Model, steps: list[Step]) -> None:
     """The optimizer did with the parameters of the case what it does with plain ones, bit for bit."""
-    optimizers = Optimizers(case["optimizer"], [p for p in shadow.parameters() if p.requires_grad])
+    optimizers = Optimizers(case, [p for p in shadow.parameters() if p.requires_grad])
     for number, step in enumerate(steps):
         put(shadow, step.before)
         for name, p in shadow.named_parameters():

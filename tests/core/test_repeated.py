@@ -98,7 +98,7 @@ def test_later_calls_have_the_bits_of_the_first(config, bias, mode, launches):
 
 @needs_compiler
 def test_a_kind_serves_other_weights_and_biases_of_its_layout(launched):
-    """No address is kept: a program reads the tensors of its call."""
+    """No address is stored: a program reads the tensors of its call."""
     layers, x = [layer("mxfp8") for _ in range(3)], torch.randn(2, 320).bfloat16()
     assert [launched(linear, x) for linear in layers] == [0, 0, 1]
     for linear in layers:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...core import recording
 from ...core.kernel import Kernel, Spec, elsewhere
 from ...core.names import dtype_name
 from ...core.tracing import is_traced
@@ -197,8 +198,11 @@ def side(quantized: Operand | Unquantized, scaling: Scaling, which: int) -> tupl
     def convert(scale: Tensor) -> Tensor:
         return _scale_layout(scale, block, target, shape, whole)
 
+    def look_up(scale: Tensor) -> Tensor:
+        return cached_value(scale, (block, target, shape, whole), convert)
+
     trivial = fresh or (block == target and block[1] == FULL)
-    scale = convert(operand.scale) if trivial else cached_value(operand.scale, (block, target, shape, whole), convert)
+    scale = convert(operand.scale) if trivial else recording.derived(convert, look_up, operand.scale)
     return padded(operand.data, multiple, scaling.inner), scale, operand.global_scale
 
 
