@@ -14,7 +14,7 @@ from importlib import import_module
 
 import torch
 
-from .harness import RESULTS, Part, Progress, machine
+from .harness import RESULTS, Progress, Section, machine
 
 SCRIPTS = (
     "layers", "generate", "training", "cast", "host", "cpu", "llm_cpu", "kv_cache", "quality", "models", "fsdp",
@@ -26,9 +26,9 @@ WITHOUT_MACHINE = ("models",)
 WITHOUT_RECORD = ("scale", "fp8_rows_errors")
 
 
-def parts_of(name: str) -> dict[str, Part]:
-    """The parts of a script."""
-    return import_module(f"benchmarks.{name}").PARTS  # type: ignore[no-any-return]
+def sections_of(name: str) -> dict[str, Section]:
+    """The sections of a script."""
+    return import_module(f"benchmarks.{name}").SECTIONS  # type: ignore[no-any-return]
 
 
 def machine_name(gpu: str | None, cpu: str) -> str:
@@ -38,25 +38,25 @@ def machine_name(gpu: str | None, cpu: str) -> str:
 
 
 def listed() -> list[str]:
-    """For each script its records in the repository; for each part whether it needs a GPU, and its question."""
+    """For each script its records in the repository; for each section whether it needs a GPU, and its question."""
     found = []
     for name in SCRIPTS:
         found.append(" ".join([name, *sorted(path.name for path in RESULTS.glob(f"{name}[-.]*json"))]))
-        for part, row in parts_of(name).items():
-            found.append(f"    {part:13} {'GPU' if row.gpu else '':4} {row.question}")
+        for section, row in sections_of(name).items():
+            found.append(f"    {section:13} {'GPU' if row.gpu else '':4} {row.question}")
     return [*found, f"parity parity/*.jsonl\n    {'':13} GPU  does quantized training reach the loss of bfloat16?"]
 
 
 def command_of(name: str) -> list[str]:
-    """The command that measures all parts of a script that can run here; empty if none can."""
-    parts = [part for part, row in parts_of(name).items() if torch.cuda.is_available() or not row.gpu]
-    if not parts:
+    """The command that measures all sections of a script that can run here; empty if none can."""
+    sections = [section for section, row in sections_of(name).items() if torch.cuda.is_available() or not row.gpu]
+    if not sections:
         return []
     info = machine()
-    of_gpu = any(row.gpu for row in parts_of(name).values())
+    of_gpu = any(row.gpu for row in sections_of(name).values())
     where = "" if name in WITHOUT_MACHINE else f"-{machine_name(info['gpu'] if of_gpu else None, info['cpu'])}"
     record = [] if name in WITHOUT_RECORD else ["--json", str(RESULTS / f"{name}{where}.json")]
-    return [sys.executable, "-m", f"benchmarks.{name}", *parts, *record]
+    return [sys.executable, "-m", f"benchmarks.{name}", *sections, *record]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from mxtensor.numerics.formats import FULL, Format, Orientation, get_format
 
 from . import peers
 from .cuda import Deadline, copies, event_clock, host_clock, log_kernels, rotate_inputs
-from .harness import Part, Prepare, Progress, Row, parser, print_table, run, timed
+from .harness import Prepare, Progress, Row, Section, parser, print_table, run, timed
 
 FORMATS = (
     "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8", "nvfp4", "mxfp8_e4m3[32x32]",
@@ -211,17 +211,17 @@ def host(args: argparse.Namespace) -> list[CastRow]:
     return rows
 
 
-PARTS = {
-    "casts": Part("how near do casts come to the bandwidth of a copy, and to torchao?", casts, gpu=True),
-    "host": Part("how much host time does one small cast take?", host, gpu=True),
+SECTIONS = {
+    "casts": Section("how near do casts come to the bandwidth of a copy, and to torchao?", casts, gpu=True),
+    "host": Section("how much host time does one small cast take?", host, gpu=True),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time casts."""
-    options = parser(__doc__ or "", PARTS)
+    options = parser(__doc__ or "", SECTIONS)
     options.add_argument("--seconds", type=float, default=150, help="skip torchao after this time (%(default)s)")
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

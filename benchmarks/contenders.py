@@ -90,7 +90,7 @@ class Contenders:
         """The contenders that have not failed."""
         return [name for name in self._pipes if name not in self.failed]
 
-    def together(self, method: str, *args: Any) -> dict[str, Any]:
+    def side_by_side(self, method: str, *args: Any) -> dict[str, Any]:
         """Call the method of all contenders at once; name -> what it returned, of those that did not fail."""
         return self._answers(self._ask(self.running, method, args))
 

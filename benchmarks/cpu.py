@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import mxtensor as mx
 from mxtensor.kernels.gemm import cpu_codes
 
-from .harness import Part, Prepare, Progress, Row, Work, parser, print_table, run, timed, wall_clock
+from .harness import Prepare, Progress, Row, Section, Work, parser, print_table, run, timed, wall_clock
 from .peers import torchao_cast, torchao_linear
 
 # ---------------------------------------------------------------------------------------------- casts and layers
@@ -254,15 +254,15 @@ def lines_of_sets(rows: Sequence[Row], sets: Sequence[str]) -> list[list[str]]:
     ]
 
 
-PARTS = {
-    "casts": Part("how long do casts and layers of 512 rows take beside torchao?", casts),
-    "sweep": Part("is a product with codes ever slower than decoding the whole weight?", sweep),
+SECTIONS = {
+    "casts": Section("how long do casts and layers of 512 rows take beside torchao?", casts),
+    "sweep": Section("is a product with codes ever slower than decoding the whole weight?", sweep),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time casts, layers and products on this CPU."""
-    options = parser(__doc__ or "", PARTS)
+    options = parser(__doc__ or "", SECTIONS)
     add, tile_rows = options.add_argument, cpu_codes.TILE_ROWS
     add("--formats", nargs="+", default=FORMATS, metavar="NAME", help="sweep: names of formats")
     add("--dtypes", nargs="+", default=tuple(DTYPES), choices=DTYPES, help="sweep: of activations")
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lacking = [name for name in args.instructions if name not in cpu_codes.usable_instructions()]
     if lacking:
         options.error(f"this processor does not run {', '.join(lacking)}")
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def rotate_inputs(inputs: Sequence[Any], fn: Callable[[Any], Any]) -> Prepare:
     return prepare
 
 
-def in_turn(calls: Sequence[Work]) -> Work:
+def alternating(calls: Sequence[Work]) -> Work:
     """The calls one after the other: one CUDA graph, on a CPU a loop."""
     return Graph(calls) if torch.cuda.is_available() else lambda: [call() for call in calls]
 

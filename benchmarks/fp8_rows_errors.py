@@ -24,7 +24,7 @@ from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import HOPPER_SUMS, exact_product, product_bound, row_scaled, row_values
 
-from .harness import Part, Progress, parser, print_table, run
+from .harness import Progress, Section, parser, print_table, run
 
 PAIRS = (("mxfp8", "mxfp8"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4"))
 """The formats of inputs and weight."""
@@ -178,16 +178,16 @@ def errors(args: argparse.Namespace) -> None:
     print_table(HEADER, rows)
 
 
-PARTS = {"errors": Part("how far are products by fp8_rows from float64 and their bound?", errors)}
+SECTIONS = {"errors": Section("how far are products by fp8_rows from float64 and their bound?", errors)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    options = parser(__doc__ or "", PARTS)
+    options = parser(__doc__ or "", SECTIONS)
     options.add_argument("--where", default="cpu", metavar="DEVICE", help="cpu: the definition; cuda: the kernel")
     options.add_argument("--only", choices=SOURCES, action="append", help="one kind of operands")
     options.add_argument("--every", type=int, default=1, metavar="N", help="every N-th layer of the models")
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

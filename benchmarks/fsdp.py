@@ -30,7 +30,7 @@ import mxtensor as mx
 from examples.ranks import leave
 from mxtensor.recipe import MXFP8BlockScaling
 
-from .harness import VERDICT_HEADER, Part, Row, Target, parser, print_table, run
+from .harness import VERDICT_HEADER, Row, Section, Target, parser, print_table, run
 
 Figures = Callable[[Sequence["FsdpRow"]], Iterable[tuple[str, float]]]
 BASE, VALUES, CODES = "bfloat16", "mxfp8, values gathered", "mxfp8, codes gathered"
@@ -211,15 +211,15 @@ def train(args: argparse.Namespace) -> list[FsdpRow]:
     return rows
 
 
-PARTS = {"train": Part("what does FSDP2 training gain from gathering codes instead of values?", train, gpu=True)}
+SECTIONS = {"train": Section("what does FSDP2 training gain from gathering codes instead of values?", train, gpu=True)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train on all GPUs."""
-    options = parser(__doc__ or "", PARTS)
+    options = parser(__doc__ or "", SECTIONS)
     text = f"sequences of {LENGTH} tokens per rank (%(default)s)"
     options.add_argument("--batch", type=int, default=BATCH, help=text)
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import mxtensor as mx
 
 from .contenders import Contenders
 from .cuda import synchronize
-from .harness import Part, Progress, Row, parser, print_table, run
+from .harness import Progress, Row, Section, parser, print_table, run
 from .peers import llama
 
 BASE = "bfloat16"
@@ -298,7 +298,7 @@ class Contender:
 def generated(contenders: Contenders, mode: str, batch: int, args: argparse.Namespace) -> list[GenerateRow]:
     """The rows of all formats. An error is recorded in ``failed``."""
     contenders.forgive()
-    compile_s = contenders.together("prepare", mode, batch)
+    compile_s = contenders.side_by_side("prepare", mode, batch)
     rounds = [contenders.one_by_one("time") for _ in range(args.repeats)]
     rows, long = [], 4 if args.tiny else LONG
     for config in args.formats or FORMATS:
@@ -414,18 +414,18 @@ def first(args: argparse.Namespace) -> list[FirstRow]:
     return rows
 
 
-PARTS = {
-    "decode": Part("how fast does a model decode with one CUDA graph per token?", decode, gpu=True),
-    "transformers": Part("how fast is transformers' generate with a static cache?", by_transformers, gpu=True),
-    "first": Part("how long does the first token take in a new process?", first, gpu=True),
+SECTIONS = {
+    "decode": Section("how fast does a model decode with one CUDA graph per token?", decode, gpu=True),
+    "transformers": Section("how fast is transformers' generate with a static cache?", by_transformers, gpu=True),
+    "first": Section("how long does the first token take in a new process?", first, gpu=True),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time models that decode."""
-    options = parser(__doc__ or "", PARTS, repeats=7)
+    options = parser(__doc__ or "", SECTIONS, repeats=7)
     add: Any = options.add_argument
-    add("--formats", nargs="+", metavar="NAME", help="what quantize_ takes (those of the part)")
+    add("--formats", nargs="+", metavar="NAME", help="what quantize_ takes (those of the section)")
     add("--batches", nargs="+", type=int, default=BATCHES, help="sequences of generate (1 8 64)")
     add("--layers", type=int, default=32, help="decoder layers (%(default)s)")
     add("--eager", action="store_true", help="generate with its default cache, which compiles nothing")
@@ -435,7 +435,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
         print(json.dumps(first_tokens(args.child, args)))
         return
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

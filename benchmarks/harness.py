@@ -1,7 +1,8 @@
 """Shared by all benchmarks: contenders that take turns, the description of the machine, tables, records, the command.
 
-A script has parts: each answers one question, and can be measured alone. A record is the JSON file that ``--json``
-writes. It has for each part the command, the machine and the raw figures; a part that is measured again is replaced.
+A script has sections: each answers one question, and can be measured alone. A record is the JSON file that ``--json``
+writes. It has for each section the command, the machine and the raw figures; a section that is measured again is
+replaced.
 """
 
 from __future__ import annotations
@@ -288,7 +289,7 @@ def print_failures(rows: Iterable[Row]) -> None:
             print(f"{row.work}, {name}: {error}")
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """One question of a script."""
 
     question: str
@@ -299,31 +300,31 @@ class Part(NamedTuple):
     """Whether it needs a CUDA device."""
 
 
-Parts = dict[str, Part]
+Sections = dict[str, Section]
 
 
-def parser(doc: str, parts: Parts, repeats: int = 15) -> argparse.ArgumentParser:
-    """The options that all scripts share: which parts, ``--json``, ``--repeats``, ``--tiny``."""
+def parser(doc: str, sections: Sections, repeats: int = 15) -> argparse.ArgumentParser:
+    """The options that all scripts share: which sections, ``--json``, ``--repeats``, ``--tiny``."""
     options = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    listed = "; ".join(f"{name}: {part.question}" for name, part in parts.items())
-    options.add_argument("parts", nargs="*", metavar="PART", help=f"(all) {listed}")
-    options.add_argument("--json", type=Path, help="write the raw figures to this file, beside those of other parts")
+    listed = "; ".join(f"{name}: {section.question}" for name, section in sections.items())
+    options.add_argument("sections", nargs="*", metavar="SECTION", help=f"(all) {listed}")
+    options.add_argument("--json", type=Path, help="write the raw figures to this file, beside those of other sections")
     options.add_argument("--repeats", type=int, default=repeats, help="rounds of a row (%(default)s)")
     options.add_argument("--tiny", action="store_true", help="a toy size, on a CPU too: whether it runs, not how fast")
     return options
 
 
-def run(options: argparse.ArgumentParser, parts: Parts, argv: Sequence[str] | None = None) -> None:
-    """Measure the parts that the command line names, and write the record after each.
+def run(options: argparse.ArgumentParser, sections: Sections, argv: Sequence[str] | None = None) -> None:
+    """Measure the sections that the command line names, and write the record after each.
 
-    Exits with status 1 if one needs a CUDA device and there is none, with 2 if there is no part of a name.
+    Exits with status 1 if one needs a CUDA device and there is none, with 2 if there is no section of a name.
     """
     args = options.parse_args(argv)
-    wanted = args.parts or list(parts)
-    if unknown := [name for name in wanted if name not in parts]:
-        options.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(parts)}")
-    args.device = "cuda" if torch.cuda.is_available() and any(parts[name].gpu for name in wanted) else "cpu"
-    if args.device == "cpu" and not args.tiny and any(parts[name].gpu for name in wanted):
+    wanted = args.sections or list(sections)
+    if unknown := [name for name in wanted if name not in sections]:
+        options.error(f"there is no section {', '.join(unknown)}; the sections are {', '.join(sections)}")
+    args.device = "cuda" if torch.cuda.is_available() and any(sections[name].gpu for name in wanted) else "cpu"
+    if args.device == "cpu" and not args.tiny and any(sections[name].gpu for name in wanted):
         options.exit(1, "This benchmark times CUDA kernels, but torch finds no CUDA device here; nothing was timed.\n")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore")
@@ -332,7 +333,7 @@ def run(options: argparse.ArgumentParser, parts: Parts, argv: Sequence[str] | No
         try:
             for name in wanted:
                 print_header()
-                rows = parts[name].measure(args)
+                rows = sections[name].measure(args)
                 if rows is not None:
                     print_failures(row for row in rows if isinstance(row, Row))
                     write_json(args.json, rows, name)
@@ -370,24 +371,24 @@ class Progress:
 # ---------------------------------------------------------------------------------------------- records
 
 
-def read_json(path: Path, kind: type[Any], part: str = "") -> tuple[dict[str, Any], list[Any]]:
-    """Read a part of a record, whose rows are of class ``kind``: the machine, and the rows."""
+def read_json(path: Path, kind: type[Any], section: str = "") -> tuple[dict[str, Any], list[Any]]:
+    """Read a section of a record, whose rows are of class ``kind``: the machine, and the rows."""
     record = json.loads(path.read_text())
-    record = record[part] if part else record
+    record = record[section] if section else record
     return record["machine"], [kind(**row) for row in record["rows"]]
 
 
-def write_json(path: Path | None, rows: Sequence[Any], part: str = "", **more: Any) -> None:
+def write_json(path: Path | None, rows: Sequence[Any], section: str = "", **more: Any) -> None:
     """Write these rows (dataclasses), the machine, and the entries of ``more``; None writes nothing.
 
-    With a ``part``, other parts of the file stay as they are.
+    With a ``section``, other sections of the file stay as they are.
     """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"command": command(), "machine": machine(), "rows": [asdict(r) for r in rows]} | more
-    if part:
-        record = (json.loads(path.read_text()) if path.exists() else {}) | {part: record}
+    if section:
+        record = (json.loads(path.read_text()) if path.exists() else {}) | {section: record}
     path.write_text(text_of(record))
 
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 import mxtensor as mx
 
 from .cuda import host_clock
-from .harness import Part, Prepare, Row, Work, parser, print_table, run, timed
+from .harness import Prepare, Row, Section, Work, parser, print_table, run, timed
 from .training import RECIPES
 
-PLAIN, AGAIN = "plain torch", "plain torch again"
+PLAIN, SECOND = "plain torch", "plain torch again"
 CALLS, STEPS = 500, 10
 """Timed at a time: fewer than the launches that CUDA queues before it makes the host wait."""
 ON_CPU = {"weight-only": "mxfp8-weight-only", "activations": "mxfp8"}
@@ -39,7 +39,7 @@ def call_row(dtype: torch.dtype, size: int, configs: dict[str, str], device: str
 
         return work
 
-    contenders = {PLAIN: lambda: calls(dense), AGAIN: lambda: calls(dense.clone())}
+    contenders = {PLAIN: lambda: calls(dense), SECOND: lambda: calls(dense.clone())}
     for name, config in configs.items():
         layer = torch.nn.Linear(size, size, bias=False, dtype=dtype, device=device)
         weight = mx.quantize_(layer, config).weight
@@ -102,16 +102,16 @@ def steps(args: argparse.Namespace) -> list[Row]:
     return shown([step_row(64 if args.tiny else 4096, m, args.device, args) for m in (128, 2048)], 1)
 
 
-PARTS = {
-    "cpu": Part("what does a call on a CPU cost the host?", on_cpu),
-    "gpu": Part("what does a call of a decoding layer on a GPU cost the host?", on_gpu, gpu=True),
-    "training": Part("what do forward and backward of one layer on a GPU cost the host?", steps, gpu=True),
+SECTIONS = {
+    "cpu": Section("what does a call on a CPU cost the host?", on_cpu),
+    "gpu": Section("what does a call of a decoding layer on a GPU cost the host?", on_gpu, gpu=True),
+    "training": Section("what do forward and backward of one layer on a GPU cost the host?", steps, gpu=True),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time the host."""
-    run(parser(__doc__ or "", PARTS, repeats=25), PARTS, argv)
+    run(parser(__doc__ or "", SECTIONS, repeats=25), SECTIONS, argv)
 
 
 if __name__ == "__main__":

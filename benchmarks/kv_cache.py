@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import mxtensor as mx
 
 from .cuda import event_clock
-from .harness import Part, Prepare, Progress, Row, Work, parser, print_table, run, timed, wall_clock
+from .harness import Prepare, Progress, Row, Section, Work, parser, print_table, run, timed, wall_clock
 
 PLAIN = "plain"
 """The contender with transformers' DynamicCache, in the dtype of the model."""
@@ -123,12 +123,12 @@ def cells(row: CacheRow) -> list[list[str]]:
     return out
 
 
-PARTS = {"decode": Part("how long does a step with a long cache in codes take, and how much memory?", measured)}
+SECTIONS = {"decode": Section("how long does a step with a long cache in codes take, and how much memory?", measured)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time caches."""
-    options = parser(__doc__ or "", PARTS)
+    options = parser(__doc__ or "", SECTIONS)
     add = options.add_argument
     add("--where", default="cpu", metavar="DEVICE", help="cpu or cuda (%(default)s)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--kv-heads", type=int, default=8, help="heads of keys and values")
     add("--head-dim", type=int, default=64)
     add("--formats", nargs="+", default=list(FORMATS))
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,19 @@ from torch import Tensor, nn
 import mxtensor as mx
 
 from . import peers
-from .cuda import Deadline, copies, event_clock, graph_clock, in_turn, kernels_of, layer_of, log_kernels, rotate_inputs
-from .harness import Part, Prepare, Progress, Row, Work, parser, print_table, timed
-from .harness import run as run_parts
+from .cuda import (
+    Deadline,
+    alternating,
+    copies,
+    event_clock,
+    graph_clock,
+    kernels_of,
+    layer_of,
+    log_kernels,
+    rotate_inputs,
+)
+from .harness import Prepare, Progress, Row, Section, Work, parser, print_table, timed
+from .harness import run as run_sections
 
 BASE, WEIGHT_ONLY = "bfloat16", "-weight-only"
 Shape = tuple[int, int]
@@ -140,7 +150,7 @@ def calls_of(row: LayerRow, config: str, layers: Sequence[nn.Module], x: Tensor)
     def prepare() -> Work:
         if config != BASE:
             row.kernels[config] = kernels_of(lambda: layers[0](x))
-        return in_turn([partial(layer, x) for layer in layers])
+        return alternating([partial(layer, x) for layer in layers])
 
     return prepare
 
@@ -230,7 +240,7 @@ def beside_peers(args: argparse.Namespace) -> list[LayerRow]:
     def beside(layers: Sequence[nn.Module], x: Tensor) -> dict[str, Prepare]:
         weights = [layer.weight for layer in layers]
         return {
-            name: deadline.guard(lambda make=make: in_turn(make(weights, x)))  # type: ignore[misc]
+            name: deadline.guard(lambda make=make: alternating(make(weights, x)))  # type: ignore[misc]
             for name, make in peers.DECODE.items()
         }
 
@@ -431,7 +441,7 @@ def stack_rows(name: str, stack: Stack, picked: bool, args: argparse.Namespace) 
         def prepare(config: str, row: ExpertsRow = row, x: Tensor = x, choices: list[Tensor] = choices) -> Work:
             calls = [lambda choice=choice: product(x, weights[config], choice, picked) for choice in choices]
             row.kernels[config] = kernels_of(calls[0])
-            return in_turn(calls)
+            return alternating(calls)
 
         contenders: dict[str, Prepare] = {c: lambda c=c, prepare=prepare: prepare(c) for c in weights}  # type: ignore[misc]
         found.append(timed(row, contenders, args.repeats, warmup=2, clock=graph_clock))
@@ -462,13 +472,13 @@ def experts(args: argparse.Namespace, picked: bool = False) -> list[ExpertsRow]:
 
 # ---------------------------------------------------------------------------------------------- the command
 
-PARTS = {
-    "models": Part("how fast is every linear layer of eight public models, at 1 to 512 rows?", models, gpu=True),
-    "formats": Part("the same of every format, at 1 to 64 rows of five shapes", formats, gpu=True),
-    "peers": Part("the same beside gemlite and torchao, at one shape", beside_peers, gpu=True),
-    "large": Part("how fast is a layer of thousands of rows?", large, gpu=True),
-    "experts": Part("how fast are the experts of public models while they decode?", experts, gpu=True),
-    "picked": Part("the same by bmm, as generate calls it", lambda args: experts(args, picked=True), gpu=True),
+SECTIONS = {
+    "models": Section("how fast is every linear layer of eight public models, at 1 to 512 rows?", models, gpu=True),
+    "formats": Section("the same of every format, at 1 to 64 rows of five shapes", formats, gpu=True),
+    "peers": Section("the same beside gemlite and torchao, at one shape", beside_peers, gpu=True),
+    "large": Section("how fast is a layer of thousands of rows?", large, gpu=True),
+    "experts": Section("how fast are the experts of public models while they decode?", experts, gpu=True),
+    "picked": Section("the same by bmm, as generate calls it", lambda args: experts(args, picked=True), gpu=True),
 }
 
 
@@ -487,10 +497,10 @@ def one_product(config: str, m: int, n: int, k: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time layers, or run one product."""
-    options = parser(__doc__ or "", PARTS, repeats=7)
+    options = parser(__doc__ or "", SECTIONS, repeats=7)
     add: Any = options.add_argument
-    add("--formats", nargs="+", metavar="NAME", help="what quantize_ takes (those of the part)")
-    add("--rows", nargs="+", type=int, help="rows of activations, tokens of experts (those of the part)")
+    add("--formats", nargs="+", metavar="NAME", help="what quantize_ takes (those of the section)")
+    add("--rows", nargs="+", type=int, help="rows of activations, tokens of experts (those of the section)")
     add("--seconds", type=float, default=240, help="begin no shape, and no peer, after this time (%(default)s)")
     add("--seed-shapes", type=int, metavar="SEED", help=f"models: {DRAWN} random shapes that this number seeds instead")
     add("--one", nargs=4, metavar=("FORMAT", "M", "N", "K"), help="run one product of few rows, and measure nothing")
@@ -500,7 +510,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.exit(1, "This command runs a CUDA kernel, and torch finds no CUDA device here; nothing was run.\n")
         one_product(args.one[0], *map(int, args.one[1:]))
         return
-    run_parts(options, PARTS, argv)
+    run_sections(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ from mxtensor.core.compat_dynamo import compiled_alone
 from .harness import (
     MEGABYTES,
     Clock,
-    Part,
     Prepare,
     Progress,
     Row,
+    Section,
     Work,
     cpu_clock,
     parser,
@@ -364,12 +364,12 @@ def decode(args: argparse.Namespace) -> list[LlmRow]:
 
 
 DECODE = "decode"
-PARTS = {DECODE: Part("how many tokens per second do language models decode on a CPU, beside llama.cpp?", decode)}
+SECTIONS = {DECODE: Section("how many tokens per second do language models decode on a CPU, beside llama.cpp?", decode)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time language models on this CPU."""
-    options = parser(__doc__ or "", PARTS, repeats=9)
+    options = parser(__doc__ or "", SECTIONS, repeats=9)
     add = options.add_argument
     add("--models", nargs="+", default=MODELS, choices=(*MODELS, "tiny"), help="(both)")
     add("--threads", nargs="+", type=int, default=(1, 2), help="numbers of threads (1 2)")
@@ -389,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.error("--add needs --json, the record to add to")
     if args.cpu_time and set(args.threads) != {1}:
         options.error("--cpu-time needs --threads 1: threads that wait for each other use CPU time too")
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

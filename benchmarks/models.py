@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
-from benchmarks.harness import Part, parser, print_table, run
+from benchmarks.harness import Section, parser, print_table, run
 
 FORMATS = ("mxfp8", "nvfp4", "mxfp4-weight-only")
 TOKENS = 8
@@ -323,7 +323,7 @@ def cells(found: Mapping[str, Any]) -> list[str]:
 
 def recorded() -> list[dict[str, Any]]:
     """The rows of the record in the repository, in the order of CASES."""
-    return json.loads(RECORD.read_text())[PART]["rows"]  # type: ignore[no-any-return]
+    return json.loads(RECORD.read_text())[SECTION]["rows"]  # type: ignore[no-any-return]
 
 
 def measured(args: argparse.Namespace) -> list[Row]:
@@ -335,20 +335,20 @@ def measured(args: argparse.Namespace) -> list[Row]:
     return found
 
 
-PART = "models"
-PARTS = {PART: Part("what works in transformers' models after quantize_?", measured)}
+SECTION = "models"
+SECTIONS = {SECTION: Section("what works in transformers' models after quantize_?", measured)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and write the record."""
-    options = parser(__doc__ or "", PARTS)
+    options = parser(__doc__ or "", SECTIONS)
     options.add_argument("--only", nargs="*", default=(), metavar="MODEL", help=f"any of {', '.join(CASES)} (all)")
     options.add_argument("--load", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = options.parse_args(argv)
     if args.load is not None:
         print(json.dumps({path.stem: loads(path.stem, args.load) for path in sorted(args.load.glob("*.pt"))}))
         return
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

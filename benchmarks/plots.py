@@ -551,18 +551,18 @@ def _patch(color: str, name: str) -> Any:
 
 
 class Source(NamedTuple):
-    """A part of a record."""
+    """A section of a record."""
 
     record: str
-    part: str
+    section: str
     kind: type[Any]
 
     def read(self, results: Path) -> tuple[Machine, Sequence[Any]]:
         """The machine, and the rows."""
         path = results / f"{self.record}.json"
         if self.kind is quality.WeightsRow:
-            return read_json(path, dict, self.part)[0], quality.read(path, self.kind, self.part)
-        return read_json(path, self.kind, self.part)
+            return read_json(path, dict, self.section)[0], quality.read(path, self.kind, self.section)
+        return read_json(path, self.kind, self.section)
 
 
 DRAWN: dict[str, tuple[Callable[..., Any], tuple[Source, ...]]] = {

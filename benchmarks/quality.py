@@ -31,7 +31,7 @@ from mxtensor.report import quality
 from mxtensor.report.quality import WINDOW, Quality
 
 from . import llama_cpp
-from .harness import Part, Progress, parser, print_table, run, write_json
+from .harness import Progress, Section, parser, print_table, run, write_json
 
 CALIBRATION = (
     "argparse", "asyncio", "collections", "decimal", "email", "http.client", "random", "statistics", "typing",
@@ -80,10 +80,10 @@ class Measure:
         }
 
 
-def read(path: Path | None, kind: type[Any], part: str) -> list[Any]:
-    """The rows of a part of a record, of class ``kind``; none where there is no record."""
+def read(path: Path | None, kind: type[Any], section: str) -> list[Any]:
+    """The rows of a section of a record, of class ``kind``; none where there is no record."""
     record = json.loads(path.read_text()) if path is not None and path.exists() else {}
-    rows = record[part]["rows"] if part in record else []
+    rows = record[section]["rows"] if section in record else []
     return [kind(**row | {"quality": {name: Quality(**q) for name, q in row["quality"].items()}}) for row in rows]
 
 
@@ -366,21 +366,21 @@ def cache(args: argparse.Namespace) -> list[CacheQuality]:
     return rows
 
 
-PARTS = {
-    "weights": Part("how much quality does a model lose at how many bits, beside llama.cpp and torchao?", weights),
-    "calibration": Part("how much of that loss does each method of mx.calibrate remove?", calibration),
-    "cache": Part("how far does a cache of keys and values in codes move predictions?", cache),
+SECTIONS = {
+    "weights": Section("how much quality does a model lose at how many bits, beside llama.cpp and torchao?", weights),
+    "calibration": Section("how much of that loss does each method of mx.calibrate remove?", calibration),
+    "cache": Section("how far does a cache of keys and values in codes move predictions?", cache),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure quality."""
-    options = parser(__doc__ or "", PARTS)
+    options = parser(__doc__ or "", SECTIONS)
     add = options.add_argument
     add("--sequences", type=int, default=32, help=f"of {WINDOW} tokens that calibrate weights, half of methods' (32)")
     add("--only", metavar="TEXT", default="", help="measure rows whose library, format or method has this text")
     torch.set_num_threads(1)
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

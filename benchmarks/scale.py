@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import fsdp, training
-from .harness import RESULTS, Part, parser, print_table, read_json, run
+from .harness import RESULTS, Section, parser, print_table, read_json, run
 
 # ---------------------------------------------------------------------------------------------- models and formats
 
@@ -543,15 +543,15 @@ def sharding(args: argparse.Namespace) -> None:
     print_table(SHARDING_HEADER, sharding_lines())
 
 
-PARTS = {
-    "scale": Part("how many bytes does a GPU of 8 to 10,000 receive and store? Calculated, not measured", scale),
-    "sharding": Part("when does computation hide the communication of FSDP2? Calculated, not measured", sharding),
+SECTIONS = {
+    "scale": Section("how many bytes does a GPU of 8 to 10,000 receive and store? Calculated, not measured", scale),
+    "sharding": Section("when does computation hide the communication of FSDP2? Calculated, not measured", sharding),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    run(parser(__doc__ or "", PARTS), PARTS, argv)
+    run(parser(__doc__ or "", SECTIONS), SECTIONS, argv)
 
 
 if __name__ == "__main__":

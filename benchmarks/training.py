@@ -31,7 +31,7 @@ from mxtensor.recipe import (
 
 from . import peers
 from .cuda import Deadline, event_clock, step_clock
-from .harness import Part, Prepare, Progress, Row, Work, parser, print_table, run, timed
+from .harness import Prepare, Progress, Row, Section, Work, parser, print_table, run, timed
 
 BASE, EAGER, COMPILED = "bfloat16", "eager", "compiled"
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -492,20 +492,20 @@ def steps(args: argparse.Namespace) -> list[StepRow]:
     return rows
 
 
-PARTS = {
-    "layer": Part("how long do forward and backward of a linear layer take?", layer, gpu=True),
-    "memory": Part("how much memory does a step of eight layers take?", memory, gpu=True),
-    "experts": Part("how long do forward and backward of a stack of experts take?", experts, gpu=True),
-    "step": Part("how long does a whole training step of a GPT take?", steps, gpu=True),
+SECTIONS = {
+    "layer": Section("how long do forward and backward of a linear layer take?", layer, gpu=True),
+    "memory": Section("how much memory does a step of eight layers take?", memory, gpu=True),
+    "experts": Section("how long do forward and backward of a stack of experts take?", experts, gpu=True),
+    "step": Section("how long does a whole training step of a GPT take?", steps, gpu=True),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time training."""
-    options = parser(__doc__ or "", PARTS, repeats=7)
-    options.add_argument("--recipes", nargs="+", choices=RECIPES, metavar="NAME", help="(those of the part)")
+    options = parser(__doc__ or "", SECTIONS, repeats=7)
+    options.add_argument("--recipes", nargs="+", choices=RECIPES, metavar="NAME", help="(those of the section)")
     options.add_argument("--seconds", type=float, default=240, help="skip torchao after this time (%(default)s)")
-    run(options, PARTS, argv)
+    run(options, SECTIONS, argv)
 
 
 if __name__ == "__main__":

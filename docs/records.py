@@ -32,8 +32,8 @@ PICTURES = {
 """What benchmarks/plots.py draws of records, in words."""
 
 
-def part(record: str, name: str, kind: type[Any]) -> tuple[dict[str, Any], list[Any]]:
-    """A part of a record: the machine, and the rows of class ``kind``."""
+def section(record: str, name: str, kind: type[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """A section of a record: the machine, and the rows of class ``kind``."""
     return read_json(RESULTS / f"{record}.json", kind, name)
 
 
@@ -187,7 +187,7 @@ def scale_formats() -> str:
 
 def fsdp() -> str:
     """FSDP2 training on two GPUs."""
-    machine, rows = part("fsdp-h200", "train", fsdp_bench.FsdpRow)
+    machine, rows = section("fsdp-h200", "train", fsdp_bench.FsdpRow)
     return "\n\n".join((
         where_measured(f"{machine['gpu']}, CUDA {machine['cuda']}", machine), f"On {rows[0].ranks} GPUs:",
         table(", ".join(fsdp_bench.HEADER), fsdp_bench.lines(rows)),
@@ -222,7 +222,7 @@ def _few_rows() -> list[tuple[str, ...]]:
         ("Linear layers of public models, 1 to 64 rows", "models", layers.LayerRow, 64),
         ("Experts of public models, one decoding step of 1 to 64 sequences", "experts", layers.ExpertsRow, 64),
     ):
-        machine, rows = part("layers-h100", name, kind)
+        machine, rows = section("layers-h100", name, kind)
         rows = [row for row in rows if getattr(row, "m", 0) <= most]
         speeds = ([row.speedup(config) for row in rows] for config in layers.EXPERT_FORMATS)
         cells = (f"{statistics.geometric_mean(each):.2f}x, at worst {min(each):.2f}x" for each in speeds)
@@ -232,7 +232,7 @@ def _few_rows() -> list[tuple[str, ...]]:
 
 def _generate() -> tuple[str, ...]:
     """transformers' generate: tokens per second, and how many times as fast, by batch."""
-    machine, rows = part("generate-h100", "transformers", generate.GenerateRow)
+    machine, rows = section("generate-h100", "transformers", generate.GenerateRow)
     batches = sorted({row.batch for row in rows})
     many = {name: {row.batch: row for row in rows if row.config == name} for name in generate.FORMATS}
     what = f"transformers' `generate`, static cache, shape of Llama 3 8B, batch {_listed(batches)}, "
@@ -246,7 +246,7 @@ def _generate() -> tuple[str, ...]:
 def figures() -> str:
     """The table of figures in README.md: what the formats save, and what they cost."""
     rows: list[tuple[str, ...]] = [*_few_rows(), _generate()]
-    machine, steps = part("training-h100", "step", training.StepRow)
+    machine, steps = section("training-h100", "step", training.StepRow)
     for row in steps:
         base, ours = row.times[training.BASE], row.times["mxfp8"]
         what = f"Compiled training step of a GPT, {row.size.replace('x', ' layers of width ')}, one {_short(machine)}"
@@ -259,7 +259,7 @@ def figures() -> str:
             cells.append("" if value is None else f"{value:.4g} {unit} ({ratio:.2f}x)")
         rows.append((what, *cells))
 
-    machine, models = part("generate-h200", "decode", generate.ModelRow)
+    machine, models = section("generate-h200", "decode", generate.ModelRow)
     decoded = {row.work: row for row in models}
     weights_gb = {name: float(f"{row.weight_bytes / 1e9:.2f}") for name, row in decoded.items()}
     speed = {name: float(f"{row.tokens_a_second:.1f}") for name, row in decoded.items()}
@@ -268,7 +268,7 @@ def figures() -> str:
     what = f"{graph}, batch 1, one {_short(machine)}"
     add(what, "tokens/s", speed["bfloat16"], lambda name: speed[f"{name}-weight-only"], faster=True)
 
-    host, ranks = part("fsdp-h200", "train", fsdp_bench.FsdpRow)
+    host, ranks = section("fsdp-h200", "train", fsdp_bench.FsdpRow)
     gathered = {line[0]: float(line[5]) for line in fsdp_bench.lines(ranks)}
     codes = {"mxfp8": gathered["mxfp8, codes gathered"]}
     add(f"All-gathers of FSDP2 in one step, 1B parameters, 2 {_short(host)}", "MB", gathered["bfloat16"], codes.get)

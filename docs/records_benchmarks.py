@@ -11,7 +11,7 @@ from benchmarks import cast, cpu, generate, layers, llm_cpu, training
 from benchmarks.harness import Row
 from benchmarks.plots import kind_of
 from docs.markdown import table
-from docs.records import part, picture
+from docs.records import picture, section
 
 Found = tuple[float, str]
 """(figure, where)"""
@@ -54,7 +54,7 @@ def speeds(rows: Sequence[Row], config: str) -> list[Found]:
 
 def layers_few() -> str:
     """Layers of public models at 1 to 512 rows, on both GPUs."""
-    (machine, rows), (other, of_other) = (part(name, "models", layers.LayerRow) for name in (H200, H100))
+    (machine, rows), (other, of_other) = (section(name, "models", layers.LayerRow) for name in (H200, H100))
     lines = []
     for low, high in ((1, 64), (65, 512)):
         for config in layers.FORMATS:
@@ -75,7 +75,7 @@ def layers_few() -> str:
 
 def layers_formats() -> str:
     """Every format at few rows of five shapes: the mean, and the worst shape."""
-    machine, rows = part(H200, "formats", layers.LayerRow)
+    machine, rows = section(H200, "formats", layers.LayerRow)
     five = [row for row in rows if (row.n, row.k) in layers.FIVE]
     lines = []
     for config in layers.EVERY_FORMAT:
@@ -91,7 +91,7 @@ def layers_formats() -> str:
 
 def layers_peers() -> str:
     """Two of our formats beside gemlite and torchao."""
-    machine, rows = part(H200, "peers", layers.LayerRow)
+    machine, rows = section(H200, "peers", layers.LayerRow)
     found: dict[str, dict[int, float]] = {}
     for row in rows:
         for name in row.relative:
@@ -107,7 +107,7 @@ def layers_peers() -> str:
 
 def layers_large() -> str:
     """Layers of thousands of rows."""
-    machine, rows = part(H200, "large", layers.LayerRow)
+    machine, rows = section(H200, "large", layers.LayerRow)
     lines = []
     for config in layers.LARGE_FORMATS:
         found = speeds(rows, config)
@@ -126,18 +126,18 @@ def layers_large() -> str:
 def experts() -> str:
     """Experts that decode: by grouped products, and by bmm."""
     lines = []
-    parts = [part(H100, name, layers.ExpertsRow) for name in ("experts", "picked")]
+    sections = [section(H100, name, layers.ExpertsRow) for name in ("experts", "picked")]
     for config in layers.EXPERT_FORMATS:
         for batch in layers.BATCHES:
             cells, worst = [], []
-            for _, rows in parts:
+            for _, rows in sections:
                 found = speeds([row for row in rows if row.batch == batch], config)
                 worst.append(found[0][0])
                 where = found[0][1].rpartition(", ")[0]
                 cells += [f"{mean(s for s, _ in found):.2f}", f"{found[0][0]:.2f} ({where})"]
             lines.append((min(worst), [str(batch), config, *cells]))
     header = "tokens, format, `F.grouped_mm`: mean, worst, `bmm`: mean, worst"
-    return f"{worst_first(lines, header)}\n\n{measured_on(parts[0][0])}"
+    return f"{worst_first(lines, header)}\n\n{measured_on(sections[0][0])}"
 
 
 # ---------------------------------------------------------------------------------------------- models that decode
@@ -145,7 +145,7 @@ def experts() -> str:
 
 def generate_decode() -> str:
     """A model with one CUDA graph per token."""
-    machine, rows = part("generate-h200", "decode", generate.ModelRow)
+    machine, rows = section("generate-h200", "decode", generate.ModelRow)
     base = rows[0]
     lines = [
         (row.tokens_a_second, [
@@ -161,7 +161,7 @@ def generate_decode() -> str:
 
 def generate_transformers() -> str:
     """transformers' generate with a static cache."""
-    machine, rows = part("generate-h100", "transformers", generate.GenerateRow)
+    machine, rows = section("generate-h100", "transformers", generate.GenerateRow)
     lines = [
         (row.speedup("token"), [
             str(row.batch), row.config, f"{row.tokens_a_second:,.1f}", f"{row.speedup('token'):.2f}",
@@ -175,7 +175,7 @@ def generate_transformers() -> str:
 
 def generate_first() -> str:
     """What the first token waits for."""
-    machine, rows = part("generate-h100", "first", generate.FirstRow)
+    machine, rows = section("generate-h100", "first", generate.FirstRow)
     base = {row.cache: row.wait_s for row in rows if row.config == generate.BASE}
     lines = [
         (-row.wait_s, [
@@ -193,7 +193,7 @@ def generate_first() -> str:
 
 def _llm_cpu(name: str) -> str:
     """Language models on one processor: the worst and the best of each model and mode, over batches and threads."""
-    machine, rows = part(name, "decode", llm_cpu.LlmRow)
+    machine, rows = section(name, "decode", llm_cpu.LlmRow)
     kinds: dict[str, list[llm_cpu.LlmRow]] = {}
     for row in rows:
         kinds.setdefault(kind_of(row).partition(", 16")[0], []).append(row)
@@ -235,7 +235,7 @@ def llm_cpu_16_cores() -> str:
 
 def cpu_casts() -> str:
     """Casts and layers on a CPU: one line for each format."""
-    machine, rows = part("cpu-epyc", "casts", Row)
+    machine, rows = section("cpu-epyc", "casts", Row)
     by_work = {row.work.split()[0] + " " + row.work.split()[-1]: row for row in rows}
     lines = []
     for format in cpu.CASTS:
@@ -254,7 +254,7 @@ def cpu_casts() -> str:
 
 def cpu_sweep() -> str:
     """Products of all sizes on a CPU: by the number of rows, and those that are slower than the whole weight."""
-    machine, rows = part("cpu-epyc", "sweep", Row)
+    machine, rows = section("cpu-epyc", "sweep", Row)
     by_band: dict[str, list[float]] = {}
     bands = ((1, 4), (5, 16), (24, 32), (33, 128))
     for work, ratio in cpu.ratios(rows):
@@ -276,13 +276,13 @@ def cpu_sweep() -> str:
 
 def train_layer() -> str:
     """Forward and backward of a linear layer."""
-    machine, rows = part("training-h200", "layer", training.TrainRow)
+    machine, rows = section("training-h200", "layer", training.TrainRow)
     return "\n\n".join((picture("training"), _recipes(rows), measured_on(machine)))
 
 
 def train_experts() -> str:
     """Forward and backward of a stack of experts."""
-    machine, rows = part("training-h200", "experts", training.TrainRow)
+    machine, rows = section("training-h200", "experts", training.TrainRow)
     return f"{_recipes(rows)}\n\n{measured_on(machine)}"
 
 
@@ -303,7 +303,7 @@ def _recipes(rows: Sequence[training.TrainRow]) -> str:
 
 def train_step() -> str:
     """Whole training steps of a GPT."""
-    machine, rows = part("training-h100", "step", training.StepRow)
+    machine, rows = section("training-h100", "step", training.StepRow)
     lines = [
         (row.ratio(name, training.BASE), [
             row.size, name, f"{ms:.1f}", f"{row.tokens / ms * 1e3:,.0f}", f"{row.ratio(name, training.BASE):.2f}",
@@ -317,7 +317,7 @@ def train_step() -> str:
 
 def train_memory() -> str:
     """The memory of a step of eight layers."""
-    machine, rows = part("training-h200", "memory", training.MemoryRow)
+    machine, rows = section("training-h200", "memory", training.MemoryRow)
     by_recipe: dict[str, dict[int, training.MemoryRow]] = {}
     for row in rows:
         by_recipe.setdefault(row.recipe, {})[row.tokens] = row
@@ -336,8 +336,8 @@ def train_memory() -> str:
 
 def casts() -> str:
     """Casts on a GPU: the share of a copy's bandwidth, at the worse of two sizes, and the host time of a small one."""
-    machine, rows = part("cast-h100", "casts", cast.CastRow)
-    _, host = part("cast-h100", "host", cast.CastRow)
+    machine, rows = section("cast-h100", "casts", cast.CastRow)
+    _, host = section("cast-h100", "host", cast.CastRow)
     us = {row.format: row.times[cast.OURS] * 1e3 for row in host}
     lines = []
     for format in dict.fromkeys(row.format for row in rows):
@@ -360,7 +360,7 @@ def host() -> str:
     """Host time of a call: on a CPU, and of a decoding layer on a GPU."""
     tables = []
     for name, of in (("host-epyc", "cpu"), ("host-h200", "gpu")):
-        machine, rows = part(name, of, Row)
+        machine, rows = section(name, of, Row)
         lines = []
         for row in rows:
             plain = row.times["plain torch"]

@@ -93,7 +93,7 @@ class Conversion:
     dropped: list[str] = field(default_factory=list)
     """Scales of static activations that are not stored, and fields of the configuration about activations and the cache
     of keys and values that no tensor holds: ``config.json: quantization_config.kv_cache_scheme``."""
-    uncast: list[str] = field(default_factory=list)
+    unquantized: list[str] = field(default_factory=list)
     """Weights whose cast of activations the layout does not store: its readers take them as weight-only."""
     cast: dict[str, str] = field(default_factory=dict)
     """Weight -> the format to which readers of the layout cast its activations, although it was weight-only, or they
@@ -137,8 +137,8 @@ SENTENCES = {
     "stepped": "{count} tensors, such as {first}, keep their codes, and their global scale took a float32 step: the "
     "layout {layout} stores it in another form",
     "dropped": "{count} scales and settings of activations and of the cache were left out, such as {first}",
-    "uncast": "{count} weights, such as {first}, are weight-only now: the layout {layout} does not store how their "
-    "activations are cast (the layout native does)",
+    "unquantized": "{count} weights, such as {first}, are weight-only now: the layout {layout} does not store how "
+    "their activations are cast (the layout native does)",
     "cast": "readers of the layout {layout} cast the activations of {count} weights, such as {first}, to {cast}, "
     "unlike the source (the layout native stores how they are cast)",
     "retyped": "{count} weights, such as {first}, are read in the dtype of config.json, which is not theirs: the "
@@ -203,8 +203,8 @@ def convert(
         requantizes = format is not None and bool(chosen.scales)
         loses = before.config is not None and (before is not chosen or not chosen.static_scales or requantizes)
         # scales that have names, and the configuration, are written as they are where no codes change
-        kept = before is chosen and format is None and bool(chosen.scales)
-        casts = _Casts(before, chosen, kept, recipes, written, report, stacks)
+        preserved = before is chosen and format is None and bool(chosen.scales)
+        casts = _Casts(before, chosen, preserved, recipes, written, report, stacks)
         with sink_of(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
             _check_source(checkpoint.path, entries, before.name, chosen.name)
             rest = {name: entry for name, entry in entries.items() if not (loses and ends_in(name, STATIC))}
@@ -222,8 +222,8 @@ def convert(
                 )
             if not quantized and (not chosen.one_file if format is None else not recipes.skips(rest)):
                 _raise_nothing_quantized(checkpoint.path, casts, as_it_is=format is None)
-            report.uncast, report.cast = written.other_casts(chosen.activation)
-            files = (configuration(checkpoint) if kept else {}) or config_files(chosen, written)
+            report.unquantized, report.cast = written.other_casts(chosen.activation)
+            files = (configuration(checkpoint) if preserved else {}) or config_files(chosen, written)
             files = merged(checkpoint.config, files, checkpoint.path)
             report.retyped = _retyped(chosen, written, files)
             sink.finish(files, checkpoint.path)
@@ -274,7 +274,7 @@ def _convert_tensors(
         for name, (new, error) in with_progress(results, "converting", "tensor", len(entries)) if progress else results:
             if error is None and casts.source is layout and layout.unchanged is not None:
                 sink.add(*layout.unchanged(checkpoint, name))
-            elif error is None and casts.kept:
+            elif error is None and casts.preserved:
                 stored = {source: checkpoint.tensor(source) for source in entries[name].sources}
                 sink.add(stored, layout.metadata(name, new) if layout.metadata else {})
             else:
@@ -304,7 +304,7 @@ class _Casts:
 
     source: Layout
     layout: Layout
-    kept: bool
+    preserved: bool
     """Whether stored tensors whose codes or values stay are copied."""
     recipes: Recipes
     written: Written
@@ -469,9 +469,9 @@ class StackScales:
         for name in names:
             loaded = known.loaded(name)
             if loaded.operations in MERGES and loaded.parameters:
-                parts = name.split(".")
-                last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts))
-                self._matrix_of[name] = loaded.parameters[0], ".".join(parts[: last + 1])  # ...experts.3
+                components = name.split(".")
+                last = max((i for i, word in enumerate(components) if word.isdigit()), default=len(components))
+                self._matrix_of[name] = loaded.parameters[0], ".".join(components[: last + 1])  # ...experts.3
                 self._members[self._matrix_of[name]].append(name)
         self._locks = {matrix: Lock() for matrix in self._members}
         self._amax: dict[tuple[str, str], Tensor] = {}
@@ -486,8 +486,8 @@ class StackScales:
         matrix, row = self._matrix_of[name], value.new_zeros(1, value.shape[1])
         with self._locks[matrix]:
             if matrix not in self._amax:
-                parts = map(self._load, self._members[matrix])
-                values = (part.dequantize() if isinstance(part, MXTensor) else part for part in parts)
+                pieces = map(self._load, self._members[matrix])
+                values = (piece.dequantize() if isinstance(piece, MXTensor) else piece for piece in pieces)
                 self._amax[matrix] = torch.stack([value.abs().amax() for value in values]).amax()
         row[0, 0] = self._amax[matrix]
         return quantize_as(torch.cat([value, row]), recipe, side)[:-1].clone()

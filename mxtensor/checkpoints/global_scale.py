@@ -84,13 +84,13 @@ def remember(t: MXTensor, combine: Combine, stored: Tensor) -> MXTensor:
 
 
 def steps(t: MXTensor, combine: Combine) -> bool:
-    """Whether ``stored_for(t, combine)`` is read back as another global scale: codes are kept, and values may differ by
+    """Whether ``stored_for(t, combine)`` is read back as another global scale: codes stay, and values may differ by
     a float32 step."""
     operand = t.rowwise
     if operand is None or operand.global_scale is None:
         return False
-    again = decoded(stored_for(t, combine), combine, t.dtype)
-    return not bool((again.flatten() == operand.global_scale.cpu().flatten()).all())  # a stack may have one for all
+    read_back = decoded(stored_for(t, combine), combine, t.dtype)
+    return not bool((read_back.flatten() == operand.global_scale.cpu().flatten()).all())  # a stack may have one for all
 
 
 def stored_for(t: MXTensor, combine: Combine) -> Tensor:

@@ -51,7 +51,7 @@ FLOATS = re.compile(r"F(4|6|8)|float(4|6|8)", re.IGNORECASE)
 BYTES = frozenset(("U8", "I8", "I32", "U32", "uint8", "int8", "int32", "uint32"))
 """dtypes of codes that other tensors have, too."""
 PACKED = ("weight", "qweight", "weight_packed", "weight_quant")
-"""Names of tensors whose bytes are codes if a scale lies beside them."""
+"""Names of tensors whose bytes are codes if a scale is stored beside them."""
 ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """dtype of codes in float8 -> its name in those of formats."""
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
@@ -116,15 +116,15 @@ class Written:
     def other_casts(self, activation: Activation) -> tuple[list[str], dict[str, str]]:
         """Weights whose cast of activations readers of a layout do not make, and those whose activations they cast
         to another format than the recipe does: name -> that format. ``activation``: that of the layout."""
-        uncast, cast = [], {}
+        unquantized, cast = [], {}
         for name, recipe in self.weights.items():
             own, theirs = format_of_inputs(recipe), activation(recipe, self.weights.values())
             static = own is not None and name.rpartition(".")[0] in self.static
             if theirs is None:
-                uncast += [] if own is None else [name]
+                unquantized += [] if own is None else [name]
             elif theirs != own and not (static and f"{theirs}_single_level" == own):  # that scale is the first level
                 cast[name] = theirs
-        return uncast, cast
+        return unquantized, cast
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,9 @@ class Layout:
         the layout does not read."""
         try:
             found = self.read(checkpoint)
-            parts = {s for entry in found.values() if len(entry.sources) > 1 for s in entry.sources}
+            used = {s for entry in found.values() if len(entry.sources) > 1 for s in entry.sources}
             described = {name: (stored.dtype, stored.shape) for name, stored in checkpoint.tensors.items()}
-            check_scales(self.name, described, parts, self.scales, checkpoint.place)
+            check_scales(self.name, described, used, self.scales, checkpoint.place)
             return found
         except (ValueError, NotImplementedError) as error:
             if str(checkpoint.path) in str(error):
@@ -403,7 +403,7 @@ def check_scales(
     """Raise NotImplementedError that names codes whose scales the layout does not read: without them, codes are never
     values.
 
-    Refused are codes that would be ordinary tensors although a scale lies beside them, and codes that are decoded
+    Refused are codes that would be ordinary tensors although a scale is stored beside them, and codes that are decoded
     without one of their scales. ``used``: tensors that are parts of quantized ones. ``knows``: ``Layout.scales``;
     without any, only codes that nothing uses are looked at.
     """

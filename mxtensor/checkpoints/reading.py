@@ -37,9 +37,9 @@ LARGEST_JSON = 1 << 28
 """Bytes of a JSON file that is read; the index of a model with 100,000 tensors has 10 MB."""
 READ_BYTES = 1 << 30
 """Linux reads at most 2 GiB in one call."""
-LEAST_KEPT = 1 << 20
+LEAST_REUSED = 1 << 20
 """Bytes of a tensor whose memory is used again: smaller ones get that of the allocator."""
-MOST_KEPT = 1 << 29
+MOST_IDLE = 1 << 29
 """Bytes of memory that wait for the next tensor."""
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a model in the hub of Hugging Face."""
@@ -86,7 +86,7 @@ class Buffers:
 
     def _freed(self, memory: mmap.mmap) -> None:
         """Called when a tensor is freed, at any moment: without the lock, which this thread may hold."""
-        if self._open and sum(map(len, list(self._idle))) + len(memory) <= MOST_KEPT:
+        if self._open and sum(map(len, list(self._idle))) + len(memory) <= MOST_IDLE:
             self._idle.append(memory)
 
     def close(self) -> None:
@@ -97,8 +97,8 @@ class Buffers:
 
 def read_bytes(file: Path, offset: int, size: int, buffers: Buffers | None = None) -> Tensor:
     """``size`` bytes of a file from ``offset`` on (uint8). Raises OSError if the file has become shorter."""
-    kept = buffers is not None and size >= LEAST_KEPT
-    out = buffers.empty(size) if kept and buffers is not None else torch.empty(size, dtype=torch.uint8)
+    reused = buffers is not None and size >= LEAST_REUSED
+    out = buffers.empty(size) if reused and buffers is not None else torch.empty(size, dtype=torch.uint8)
     with file.open("rb", buffering=0) as f:
         f.seek(offset)
         view, done = memoryview(out.numpy()), 0  # type: ignore[arg-type]

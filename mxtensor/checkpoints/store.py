@@ -145,8 +145,8 @@ def save(
 
 
 def _check_state(state: Mapping[str, Any], layout: Layout) -> None:
-    """Raise TypeError for what is no tensor with a name, and NotImplementedError for a tensor of which each rank has a
-    part, static scales of inputs that readers of the layout would not apply, codes without their scales, and parts of
+    """Raise TypeError for what is not a tensor with a name, and NotImplementedError for a tensor of which each rank has
+    a part, static scales of inputs that readers of the layout would not apply, codes without their scales, and parts of
     blocks."""
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
@@ -174,12 +174,12 @@ def _check_state(state: Mapping[str, Any], layout: Layout) -> None:
 
 def _warn_of_casts(layout: Layout, written: Written) -> None:
     """Warn of weights whose activations readers of the layout cast otherwise than the model."""
-    uncast, cast = written.other_casts(layout.activation)
-    if uncast:
+    unquantized, cast = written.other_casts(layout.activation)
+    if unquantized:
         warnings.warn(
-            f"save: the layout {layout.name} does not store how activations are cast, of {len(uncast)} weights, such "
-            f"as {uncast[0]}: its readers multiply them with activations in high precision (weight-only). The layout "
-            "native stores it",
+            f"save: the layout {layout.name} does not store how activations are cast, of {len(unquantized)} weights, "
+            f"such as {unquantized[0]}: its readers multiply them with activations in high precision (weight-only). "
+            "The layout native stores it",
             UserWarning,
             stacklevel=3,
         )

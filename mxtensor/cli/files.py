@@ -49,7 +49,7 @@ def convert(arguments: argparse.Namespace) -> int:
     before, after = _size(arguments.source), _size(arguments.output)
     fields = {
         "source": report.source, "layout": report.layout, "errors": report.errors, "exact": report.exact,
-        "stepped": report.stepped, "dropped": report.dropped, "uncast": report.uncast, "cast": report.cast,
+        "stepped": report.stepped, "dropped": report.dropped, "unquantized": report.unquantized, "cast": report.cast,
         "retyped": report.retyped, "stacks": report.stacks, "misread": report.misread, "left": report.left,
         "not_finite": report.not_finite, "bytes_before": before, "bytes_after": after,
     }  # fmt: skip

@@ -269,7 +269,7 @@ def _save_model(transformers: Any, file: Path, folder: Path) -> Decoded | str:
     with opened(folder) as checkpoint:
         made_of = {name: loaded.parameters for name, loaded in loaded_by(model, checkpoint.tensors).items()}
     found = {name: [errors[one] for one in (name, *names) if one in errors] for name, names in made_of.items()}
-    return Decoded(folder, {name: max(of_parts) for name, of_parts in found.items() if of_parts})
+    return Decoded(folder, {name: max(each) for name, each in found.items() if each})
 
 
 def _round(model: nn.Module) -> dict[str, float]:

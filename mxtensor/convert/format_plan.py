@@ -150,7 +150,7 @@ class Plan(KnownFields):
 
 
 def _is(value: object, *kinds: type) -> bool:
-    """Whether a value of a JSON file has one of these types; true and false are no numbers."""
+    """Whether a value of a JSON file has one of these types; true and false are not numbers."""
     return type(value) in kinds
 
 
@@ -165,7 +165,7 @@ def _checked(fqn: str, row: Any) -> tuple[str, PlannedWeight]:
         raise ValueError(f"{fqn:.80} has values of other types")
     sizes = all(_is(n, int) and 0 <= n <= MOST for n in (values, *nbytes.values()))
     if not sizes or not all(_is(n, int, float) and abs(n) <= MOST for n in errors.values()):
-        raise ValueError(f"{fqn:.80} has sizes or errors that are no numbers, or not finite")
+        raise ValueError(f"{fqn:.80} has sizes or errors that are not numbers, or not finite")
     if nbytes.keys() != errors.keys():
         raise ValueError(f"{fqn:.80} has a number of bytes and an error for other formats")
     for name in errors:

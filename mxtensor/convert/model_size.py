@@ -143,8 +143,8 @@ def warn_of_unquantized(
     size = model_size(model)
     stored = [group for group in size.groups if group.quantized]
     looked_up = [] if trains else [g for g in size.groups if not g.quantized and g.use in (HEAD, TIED, LOOKUP)]
-    kept = _kept(model, said)
-    left = sum(group.values for group in looked_up) + sum(values for values, _ in kept.values())
+    unquantized = _unquantized(model, said)
+    left = sum(group.values for group in looked_up) + sum(values for values, _ in unquantized.values())
     done = sum(group.values for group in stored)
     if trains:
         done = sum(local_of(p).numel() for p in model.parameters() if isinstance(p, TrainingWeight))
@@ -156,7 +156,7 @@ def warn_of_unquantized(
         number = f"{values / 1e6:.1f}M" if values >= 1e7 else f"{values:,}"
         return f"{number} ({f'{share:.0%}' if share >= 0.005 else 'less than 1%'})"
 
-    named = {kind: row for kind, row in kept.items() if row[0] > NAMED * size.values}
+    named = {kind: row for kind, row in unquantized.items() if row[0] > NAMED * size.values}
     stay = [f"{amount(g.values)} of {', '.join(g.names)} ({g.use}) stay {g.stored}" for g in looked_up]
     for (name, dtype), (values, modules) in named.items():
         stay.append(f"{amount(values)} of {modules} {name} stay {dtype_name(dtype)}")
@@ -171,7 +171,7 @@ def warn_of_unquantized(
     )
 
 
-def _kept(model: nn.Module, said: Collection[int]) -> dict[tuple[str, torch.dtype], tuple[int, int]]:
+def _unquantized(model: nn.Module, said: Collection[int]) -> dict[tuple[str, torch.dtype], tuple[int, int]]:
     """What stays beside heads and embeddings: (class of modules, dtype) -> (values, modules); the largest first."""
     uses, seen = uses_of(model), set(said)
     found: dict[tuple[str, torch.dtype], tuple[int, int]] = {}

@@ -59,8 +59,8 @@ class Remembered:
         self.attributes = [
             (owner.__dict__, dict(owner.__dict__)) for owner in (*layers, *sides, *([] if cache is None else [cache]))
         ]
-        kept = [value for _, state in self.attributes for value in state.values() if type(value) in (dict, list, set)]
-        self.containers = [(value, value.copy()) for value in kept]
+        found = [value for _, state in self.attributes for value in state.values() if type(value) in (dict, list, set)]
+        self.containers = [(value, value.copy()) for value in found]
         self.tensors = [(t, t.clone()) for layer in layers for t in _written(layer, moved)]
 
     @torch.no_grad()

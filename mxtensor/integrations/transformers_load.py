@@ -403,8 +403,8 @@ def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         if not isinstance(value, MXTensor):
             state[name] = value
         elif name not in tied:
-            again = id(there.get(name)) in written  # shared, but not as the model says: transformers would drop a name
-            codes: Any = value.clone() if again else value
+            shared = id(there.get(name)) in written  # but not as the model says: transformers would drop a name
+            codes: Any = value.clone() if shared else value
             state |= native.stored_tensors(name, codes)
             metadata |= native.header(name, value)
             written.add(id(there.get(name, value)))

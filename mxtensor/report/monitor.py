@@ -260,8 +260,8 @@ class Monitor:
         if id(base) not in self._names and address not in self._local:
             parameters = [(fqn, p, local_of(p)) for fqn, p in self._model.named_parameters()]
             self._names = {id(each): fqn for fqn, *both in parameters for each in both}
-            parts = [(fqn, part) for fqn, p, part in parameters if part is not p and part.numel()]
-            self._local = {values_of(part).data_ptr(): fqn for fqn, part in parts}
+            shards = [(fqn, local) for fqn, p, local in parameters if local is not p and local.numel()]
+            self._local = {values_of(shard).data_ptr(): fqn for fqn, shard in shards}
         name = self._names.get(id(base)) or self._local.get(address)
         if name is None or base.numel() == weight.numel():
             return name

@@ -44,7 +44,7 @@ class FusedAdam(Optimizer):
     ``exp_avg_dtype``, ``exp_avg_sq_dtype``: float32, bfloat16, float16, or uint8. float16 and uint8 have one float32
     scale for each parameter, chosen anew in each step, and a uint8 ``exp_avg`` is E4M3. A uint8 ``exp_avg_sq`` has
     logarithmic codes with a scale for each 256 values, rounded stochastically, the same way in each run: gradients of
-    one parameter may differ by any factor. ``master_weights=True``: bfloat16, float16 and
+    one parameter may differ by any ratio. ``master_weights=True``: bfloat16, float16 and
     quantized parameters are rounded from master weights in ``master_weight_dtype``, float32 or float16 with a scale.
     ``store_param_remainders=True``: a bfloat16 parameter is the upper half of its float32 master weight, and the state
     has the lower half only, int16; the parameter is then rounded halves up. ``adam_w_mode=False``: weight decay is

@@ -146,7 +146,7 @@ class _Reader:
     def items(self, values: list[Any]) -> None:
         keys = values[::2]
         if len(values) % 2 or not all(type(key) in KEYS for key in keys):
-            raise ValueError("a dict has keys that are no names")
+            raise ValueError("a dict has keys that are not names")
         self.top(dict).update(zip(keys, values[1::2], strict=True))
 
     def memoize(self, argument: Any) -> None:
@@ -155,7 +155,7 @@ class _Reader:
 
     def get(self, argument: int) -> None:
         if argument not in self._memo:
-            raise ValueError("it takes a value that was not kept")
+            raise ValueError("it takes a value that was not stored")
         self.push(self._memo[argument])
 
     def tuple_of(self, count: int) -> None:

@@ -37,7 +37,7 @@ class Contender:
 def test_each_contender_has_a_process_of_its_own():
     with Contenders(("a", "bad", "b"), Contender, "x") as contenders:
         assert contenders.failed == {"bad": "ValueError: cannot"} and contenders.running == ["a", "b"]
-        assert contenders.together("count", 2) == {"a": ("a", "x", 2), "b": ("b", "x", 2)}
+        assert contenders.side_by_side("count", 2) == {"a": ("a", "x", 2), "b": ("b", "x", 2)}
         assert contenders.one("b", "count", 3) == ("b", "x", 5)
         (a_start, a_end, a_process), (b_start, b_end, b_process) = contenders.one_by_one("moment").values()
         assert a_end <= b_start and a_start < a_end and b_start < b_end
@@ -45,7 +45,7 @@ def test_each_contender_has_a_process_of_its_own():
         assert contenders.one_by_one("fail") == {"b": "b"} and contenders.failed["a"] == "RuntimeError: no more"
         contenders.forgive()
         assert contenders.running == ["a", "b"] and contenders.one("a", "count", 1) == ("a", "x", 3)
-        assert contenders.together("leave") == {} and contenders.failed["b"] == "its process has ended"
+        assert contenders.side_by_side("leave") == {} and contenders.failed["b"] == "its process has ended"
         assert contenders.running == []
 
 
@@ -54,7 +54,7 @@ def test_a_process_that_ends_between_two_calls_leaves_the_others():
     with Contenders(("a", "b"), Contender, "x") as contenders:
         os.kill(contenders.one("a", "process"), signal.SIGKILL)
         contenders._processes[0].join(20)
-        assert contenders.together("count", 2) == {"b": ("b", "x", 2)}
+        assert contenders.side_by_side("count", 2) == {"b": ("b", "x", 2)}
         assert contenders.failed == {"a": "its process has ended"} and contenders.one("a", "count", 1) is None
         contenders.forgive()
         assert contenders.running == ["b"]

@@ -78,7 +78,7 @@ class Timed:
     def forgive(self):
         pass
 
-    def together(self, method, *args):
+    def side_by_side(self, method, *args):
         return {"bfloat16": 1.0, "mxfp8": 2.0}
 
     def one_by_one(self, method):

@@ -99,7 +99,7 @@ def test_a_wide_table_wraps_its_headers_and_its_last_column(capsys):
 # ---------------------------------------------------------------------------------------------- records and commands
 
 
-def test_a_record_names_command_and_machine_and_keeps_other_parts(tmp_path, monkeypatch):
+def test_a_record_names_command_and_machine_and_keeps_other_sections(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["x", "--json", "/somewhere/on/this/machine/cast.json", "--tiny"])
     path, rows = tmp_path / "new" / "a.json", [harness.Row("w", {"a": 1.0}), harness.Row("v", {})]
     harness.write_json(path, rows, "one", more=3)
@@ -113,7 +113,7 @@ def test_a_record_names_command_and_machine_and_keeps_other_parts(tmp_path, monk
     assert harness.read_json(path, harness.Row, "two")[1] == rows[1:]
     assert sum('"work"' in line for line in path.read_text().splitlines()) == 3, "a line for each row"
     harness.write_json(path, rows)
-    assert harness.read_json(path, harness.Row)[1] == rows, "without parts"
+    assert harness.read_json(path, harness.Row)[1] == rows, "without sections"
     harness.write_json(None, rows)
 
 
@@ -122,12 +122,12 @@ def test_every_module_is_a_script_or_named_by_the_package():
     assert modules - set(listing.SCRIPTS) == {name for name in modules if f"``{name}``" in benchmarks.__doc__}
 
 
-def test_the_list_has_a_question_for_every_part(capsys):
+def test_the_list_has_a_question_for_every_section(capsys):
     assert listing.main([]) == 0
     out = capsys.readouterr().out
     for name in listing.SCRIPTS:
-        for part, row in listing.parts_of(name).items():
-            assert f"    {part}" in out and row.question in out
+        for section, row in listing.sections_of(name).items():
+            assert f"    {section}" in out and row.question in out
     assert "layers layers-h100.json layers-h200.json" in out
 
 
@@ -150,7 +150,7 @@ def test_names_that_do_not_exist_are_refused(capsys):
         assert "there is no" in capsys.readouterr().err
 
 
-OF_GPU = [name for name in listing.SCRIPTS if any(part.gpu for part in listing.parts_of(name).values())]
+OF_GPU = [name for name in listing.SCRIPTS if any(section.gpu for section in listing.sections_of(name).values())]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run the benchmark")
@@ -161,26 +161,26 @@ def test_without_a_gpu_a_script_says_so(name, capsys):
     assert stopped.value.code == 1 and "torch finds no CUDA device here" in capsys.readouterr().err
 
 
-PARTS = [
-    (name, part)
+SECTIONS = [
+    (name, section)
     for name in ("layers", "generate", "training", "cast", "host", "cpu")
-    for part in listing.parts_of(name)
-    if (name, part) not in {("training", "memory"), ("cpu", "sweep"), ("generate", "transformers")}
+    for section in listing.sections_of(name)
+    if (name, section) not in {("training", "memory"), ("cpu", "sweep"), ("generate", "transformers")}
 ]
 """Those with a toy size; processes of generate take long, the sweep has options: test_cpu.py."""
 
 
 @pytest.mark.exhaustive(quick=4)
-@pytest.mark.parametrize(("name", "part"), PARTS)
-def test_a_part_runs_at_a_toy_size(name, part, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("name", "section"), SECTIONS)
+def test_a_section_runs_at_a_toy_size(name, section, tmp_path, capsys, monkeypatch):
     script, path = listing.import_module(f"benchmarks.{name}"), tmp_path / "record.json"
-    if part == "first":  # without the processes, which take seconds
+    if section == "first":  # without the processes, which take seconds
         make = lambda config, cache, folder, args: script.FirstRow(  # noqa: E731
             config, script.first_tokens(config, args), config=config, cache=cache
         )
         monkeypatch.setattr(script, "in_new_process", make)
-    script.main([part, "--tiny", "--repeats", "1", "--json", str(path)])
-    rows = json.loads(path.read_text())[part]["rows"]
+    script.main([section, "--tiny", "--repeats", "1", "--json", str(path)])
+    rows = json.loads(path.read_text())[section]["rows"]
     ours = [row for row in rows if not any("torchao" in word or "gemlite" in word for word in row["failed"])]
     assert rows and all(row["times"] for row in rows)
     assert all(row["failed"] == {} for row in ours)

@@ -1,4 +1,4 @@
-"""What is no checkpoint although it has the name of one: pipes, JSON nested too deeply, values of other types."""
+"""What is not a checkpoint although it has the name of one: pipes, JSON nested too deeply, values of other types."""
 
 import json
 import os

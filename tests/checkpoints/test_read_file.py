@@ -7,7 +7,7 @@ import torch
 
 import mxtensor as mx
 from mxtensor.checkpoints import reading
-from mxtensor.checkpoints.reading import LEAST_KEPT, MOST_KEPT, Buffers
+from mxtensor.checkpoints.reading import LEAST_REUSED, MOST_IDLE, Buffers
 from tests.helpers.checkpoint_files import checkpoint
 
 
@@ -18,9 +18,9 @@ def test_read_values_are_not_those_of_the_file(tmp_path):
     with mx.checkpoints.store.opened(path) as opened:
         opened.streams = True
         values = opened.tensor("m.weight")
-        kept = values.clone()
+        saved = values.clone()
         file.write_bytes(before[:-10])
-        assert torch.equal(values, kept)  # mapped pages beyond the end would end the process
+        assert torch.equal(values, saved)  # mapped pages beyond the end would end the process
         values.zero_()
         assert file.read_bytes() == before[:-10]
         with pytest.raises(ValueError, match=r"model\.safetensors, tensor m\.weight: the file ends 10 bytes too early"):
@@ -34,7 +34,7 @@ def test_a_source_that_becomes_shorter_while_it_is_converted_leaves_nothing(name
 
     def read(*arguments):
         found = original(*arguments)
-        os.truncate(file, LEAST_KEPT)
+        os.truncate(file, LEAST_REUSED)
         return found
 
     monkeypatch.setattr(reading, "read_bytes", read)
@@ -55,15 +55,15 @@ def test_a_file_of_torch_save_that_becomes_shorter_is_an_error(tmp_path):
 
 def test_memory_is_used_again_only_after_its_tensor():
     buffers = Buffers()
-    first, second = buffers.empty(2 * LEAST_KEPT), buffers.empty(2 * LEAST_KEPT)
+    first, second = buffers.empty(2 * LEAST_REUSED), buffers.empty(2 * LEAST_REUSED)
     address, view = first.data_ptr(), first[8:12].view(torch.int32)
     assert second.data_ptr() != address
     del first
-    third = buffers.empty(2 * LEAST_KEPT)
+    third = buffers.empty(2 * LEAST_REUSED)
     assert third.data_ptr() != address and view.numel() == 1  # a view holds it, too
     del view
-    assert buffers.empty(LEAST_KEPT // 2).data_ptr() != address  # it would waste most of it
-    assert (again := buffers.empty(LEAST_KEPT + 5)).data_ptr() == address and len(again) == LEAST_KEPT + 5
+    assert buffers.empty(LEAST_REUSED // 2).data_ptr() != address  # it would waste most of it
+    assert (reused := buffers.empty(LEAST_REUSED + 5)).data_ptr() == address and len(reused) == LEAST_REUSED + 5
     buffers.close()
     address = third.data_ptr()
     third.fill_(7)
@@ -74,7 +74,7 @@ def test_memory_is_used_again_only_after_its_tensor():
 def test_idle_memory_is_bounded():
     """Pages that nothing writes to take no memory."""
     buffers = Buffers()
-    size = MOST_KEPT // 3
+    size = MOST_IDLE // 3
     tensors = [buffers.empty(size) for _ in range(5)]
     tensors.clear()
     assert sum(map(len, buffers._idle)) == 3 * size

@@ -25,11 +25,11 @@ from mxtensor.numerics.formats import FORMATS
 from mxtensor.tensor.quantize_as import quantize_as
 from tests.helpers.cli import run
 
-HELD = {
+STORED = {
     "native": FORMATS, "plain": FORMATS, "torchao": FORMATS_WRITTEN, "compressed-tensors": SCHEMES,
     "modelopt": ALGORITHMS, "deepseek": BLOCK, "quark": DTYPES, "mlx": MODES, "gguf": WRITTEN,
 }  # fmt: skip
-CASES = [(layout, format) for layout, formats in HELD.items() for format in formats]
+CASES = [(layout, format) for layout, formats in STORED.items() for format in formats]
 CASTS = {"weight-only": "-weight-only", "same": "", "float8": "-weight-float8_tensor-activation"}
 DTYPES_HERE = [torch.float32, torch.bfloat16, torch.float16]
 SAVES = ["save", "convert", "quantize", "command"]
@@ -120,7 +120,9 @@ def check(name, before, after, layout, first, second, said):
         assert name not in named(reports, "retyped")
     if activation(before) != activation(after):
         assert activation(after) is None and (
-            layout in READ_WEIGHT_ONLY or name in named((first,), "uncast") or f"such as {next(iter(WEIGHTS))}" in said
+            layout in READ_WEIGHT_ONLY
+            or name in named((first,), "unquantized")
+            or f"such as {next(iter(WEIGHTS))}" in said
         )
     if same_scale and before.dtype is after.dtype and activation(before) == activation(after):
         x = torch.randn(5, before.shape[1], dtype=before.dtype)
@@ -133,10 +135,10 @@ def check_casts(layout, before, first, said):
     theirs = LAYOUTS[layout].activation(before.recipe, [before.recipe])
     text = first is None and f"cast, of {len(WEIGHTS)} weights" in said
     other = first is None and f"cast the activations of {len(WEIGHTS)} weights" in said
-    uncast, cast = (
-        (text, other) if first is None else (set(first["uncast"]) == {*WEIGHTS}, set(first["cast"]) == {*WEIGHTS})
+    unquantized, cast = (
+        (text, other) if first is None else (set(first["unquantized"]) == {*WEIGHTS}, set(first["cast"]) == {*WEIGHTS})
     )
-    assert uncast == (theirs is None and own is not None)
+    assert unquantized == (theirs is None and own is not None)
     assert cast == (theirs is not None and theirs != own)
 
 
@@ -185,10 +187,10 @@ def test_saved_and_loaded_is_the_same_model(layout, format, cast, dtype, save, t
 
 PAIRS = [
     (before, after, format)
-    for before, formats in HELD.items()
+    for before, formats in STORED.items()
     for format in formats
-    for after in HELD
-    if format in HELD[after]
+    for after in STORED
+    if format in STORED[after]
     and "plain" not in (before, after)
     and ("gguf", "mxint8") not in ((before, format), (after, format))
 ]
@@ -211,4 +213,4 @@ def test_from_layout_to_layout(before, after, format, cast, dtype, tmp_path, cap
     loses = before in ("modelopt", "deepseek", "quark") and LAYOUTS[before].activation(recipe, [recipe]) is not None
     assert (report["dropped"] != []) == (loses and before != after)
     if before == after:
-        assert report["stepped"] == [] and report["uncast"] == [] and report["cast"] == {}
+        assert report["stepped"] == [] and report["unquantized"] == [] and report["cast"] == {}

@@ -89,7 +89,7 @@ def as_bytes(t):
 def test_the_same_layout_keeps_every_tensor_and_the_configuration(source, tmp_path):
     path = made(tmp_path / "a", source)
     report = mx.checkpoints.convert(path, tmp_path / "b", layout=SOURCES[source][0])
-    assert report.dropped == [] and report.errors == {} and report.uncast == []
+    assert report.dropped == [] and report.errors == {} and report.unquantized == []
     a, b = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "b"))
     assert a.keys() == b.keys() and all(t.dtype == b[name].dtype for name, t in a.items())
     assert all(torch.equal(as_bytes(t), as_bytes(b[name])) for name, t in a.items())
@@ -115,7 +115,7 @@ def test_what_is_quantized_again_names_what_it_drops(source, tmp_path):
     assert sorted(report.dropped) == sorted(SOURCES[source][3])
 
 
-UNCAST = [
+UNQUANTIZED = [
     ("compressed-tensors", "nvfp4"), ("compressed-tensors", "mxfp6_e2m3"), ("mlx", "mxfp8"), ("gguf", "mxfp4"),
 ]  # fmt: skip
 CAST = [
@@ -133,7 +133,7 @@ OTHER_CASTS = [
 """Layouts without a word for the casts of these formats, and to what their readers cast activations."""
 
 
-@pytest.mark.parametrize(("layout", "format"), UNCAST)
+@pytest.mark.parametrize(("layout", "format"), UNQUANTIZED)
 def test_a_cast_of_activations_that_a_layout_does_not_store_is_named(layout, format, tmp_path):
     model = mx.quantize_(torch.nn.Sequential(torch.nn.Linear(128, 128)), format)
     end = ".gguf" if layout == "gguf" else ""
@@ -142,7 +142,7 @@ def test_a_cast_of_activations_that_a_layout_does_not_store_is_named(layout, for
         mx.checkpoints.save(model, tmp_path / f"a{end}", layout=layout)
     mx.checkpoints.save(model, tmp_path / "b")
     report = mx.checkpoints.convert(tmp_path / "b", tmp_path / f"c{end}", layout=layout)
-    assert report.uncast == ["0.weight"] and "1 weights, such as 0.weight, are weight-only now" in str(report)
+    assert report.unquantized == ["0.weight"] and "1 weights, such as 0.weight, are weight-only now" in str(report)
 
 
 @pytest.mark.parametrize(("layout", "format"), CAST)
@@ -151,7 +151,8 @@ def test_a_cast_that_is_stored_is_not_named(layout, format, tmp_path):
     mx.checkpoints.save(model, tmp_path / "a", layout=layout)
     mx.checkpoints.save(model, tmp_path / "b")
     report = mx.checkpoints.convert(tmp_path / "b", tmp_path / "c", layout=layout)
-    assert report.uncast == [] and report.cast == {} and sorted(report.exact + report.stepped) == ["0.bias", "0.weight"]
+    assert report.unquantized == [] and report.cast == {}
+    assert sorted(report.exact + report.stepped) == ["0.bias", "0.weight"]
 
 
 @pytest.mark.parametrize(("layout", "format", "activation"), OTHER_CASTS)
@@ -162,10 +163,10 @@ def test_another_cast_that_readers_make_is_named(layout, format, activation, tmp
         mx.checkpoints.save(model, tmp_path / "a", layout=layout)
     mx.checkpoints.save(model, tmp_path / "b")
     report = mx.checkpoints.convert(tmp_path / "b", tmp_path / "c", layout=layout)
-    assert report.cast == {"0.weight": activation} and report.uncast == []
+    assert report.cast == {"0.weight": activation} and report.unquantized == []
     assert text.replace("\\", "") in str(report)
-    kept = mx.checkpoints.convert(tmp_path / "c", tmp_path / "d", layout=layout)
-    assert kept.cast == {} and kept.dropped == []
+    second = mx.checkpoints.convert(tmp_path / "c", tmp_path / "d", layout=layout)
+    assert second.cast == {} and second.dropped == []
 
 
 def test_modelopt_names_one_cast_for_all_weights(tmp_path):
@@ -177,7 +178,7 @@ def test_modelopt_names_one_cast_for_all_weights(tmp_path):
         mx.checkpoints.save(model, tmp_path / "a", layout="modelopt")
     mx.checkpoints.save(model, tmp_path / "b")
     report = mx.checkpoints.convert(tmp_path / "b", tmp_path / "c", layout="modelopt")
-    assert report.cast == {"0.weight": "nvfp4", "2.weight": "nvfp4"} and report.uncast == []
+    assert report.cast == {"0.weight": "nvfp4", "2.weight": "nvfp4"} and report.unquantized == []
 
 
 # ---------------------------------------------------------------------------------------------- not finite

@@ -86,7 +86,7 @@ REFUSED = {
         {"gate_up_proj": torch.randn(2, 64, 64).to(torch.float8_e4m3fn), "gate_up_proj_scale": torch.rand(2, 1, 64)},
     ),
 }  # fmt: skip
-"""What lies there -> (the layouts that do not know it, tensors)."""
+"""What is stored -> (the layouts that do not know it, tensors)."""
 
 
 @pytest.mark.parametrize(("why", "layout"), [(why, layout) for why, (names, _) in REFUSED.items() for layout in names])

@@ -1,4 +1,4 @@
-"""The axes of training and inference, and which combinations are no case, each with its reason.
+"""The axes of training and inference, and which combinations are not cases, each with its reason.
 
 An axis is what a user chooses. To add a value, add it here and its meaning to ``training_case.py`` or
 ``inference_case.py``; the arrays follow. Values that need a CUDA device are in the arrays for one only.
@@ -65,7 +65,7 @@ TRAINING_ON_CPU = [
     Rule("time: reentrant checkpoints cut graphs", lambda way, checkpointing: way in COMPILED and
          checkpointing in ("reentrant", "selective")),
 ]  # fmt: skip
-"""Without a GPU compiled cases are few: torch takes 5 to 40 s for each, and their launches are no other ones."""
+"""Without a GPU compiled cases are few: torch takes 5 to 40 s for each, and their launches are the same."""
 
 
 SCHEDULES = {"1,8,3,32,1": (1, 8, 3, 32, 1), "33,2,64": (33, 2, 64), "4,4,4": (4, 4, 4)}

@@ -21,7 +21,7 @@ Combination = frozenset[tuple[str, str]]
 
 
 class Rule(NamedTuple):
-    """Combinations that are no case: those for which ``excludes``, whose arguments are names of axes, is true."""
+    """Combinations that are not cases: those for which ``excludes``, whose arguments are names of axes, is true."""
 
     reason: str
     excludes: Callable[..., bool]

@@ -194,7 +194,7 @@ def twins(case: Case, exact: nn.Module, model: nn.Module) -> dict[str, nn.Module
     return {
         "right": twin(exact, model),
         "rounded": twin(exact, model, dtype=dtype),
-        "uncast": twin(exact, model, False),
+        "unquantized": twin(exact, model, False),
     }
 
 
@@ -202,7 +202,7 @@ def of_twin(case: Case, name: str, model: nn.Module, ids: Tensor) -> Tensor:
     """The logits of a twin by the calls of the case."""
     if case["cache"] == "no":
         return whole(Logits(model), ids)
-    casts = case["cache"].startswith("KVCache") and name != "uncast"
+    casts = case["cache"].startswith("KVCache") and name != "unquantized"
     return generated(model, ids, "casts" if casts else "dynamic", disable_compile=True)
 
 
@@ -237,7 +237,7 @@ def check(case: Case, device: str, folder: Path) -> dict[str, float]:
     worst = {"half": 0.0, "each": 0.0}
     for number, (ids, mine) in enumerate(zip(batches, found, strict=True)):
         logits = {name: of_twin(case, name, other, ids) for name, other in models.items()}
-        allowed = bounds(logits["right"], logits["rounded"], logits["uncast"], case["dtype"])
+        allowed = bounds(logits["right"], logits["rounded"], logits["unquantized"], case["dtype"])
         try:
             half, each = check_rows(rows(mine, logits["right"]), allowed)
         except AssertionError as error:

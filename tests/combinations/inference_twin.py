@@ -5,7 +5,7 @@ values as the cache does. What then differs from the case is rounding to its dty
 that is close to the middle between two codes gets the other one, and the casts of later layers make more of it.
 
 - ``rounded`` is ``right`` with inputs and results of all layers rounded to the dtype: how far a right result may be.
-- ``uncast`` is ``right`` without casts of inputs, keys and values: how large the error of these casts is. A result
+- ``unquantized`` is ``right`` without casts of inputs, keys and values: how large the error of these casts is. A result
   cannot be further from ``right`` if other values got the other code.
 """
 
@@ -98,9 +98,9 @@ LEAST = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 """What sums may add where rounding of layers changes no code."""
 
 
-def bounds(right: Tensor, rounded: Tensor, uncast: Tensor, dtype: str) -> Bounds:
+def bounds(right: Tensor, rounded: Tensor, unquantized: Tensor, dtype: str) -> Bounds:
     """See the top of this file."""
-    noise, casts = rows(rounded, right), rows(uncast, right)
+    noise, casts = rows(rounded, right), rows(unquantized, right)
     half, each = ROUNDED * noise.median().item() + LEAST[dtype], ROUNDED * noise.max().item() + LEAST[dtype]
     return Bounds(half, max(each, CODES * casts.max().item()))
 

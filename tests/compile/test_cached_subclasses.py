@@ -231,8 +231,8 @@ def test_a_torch_that_asks_no_tensor_has_keys_of_the_same_kinds(other_torch):
     assert other_torch(Pickler) and torch._functorch.config.enable_autograd_cache
     kinds = [kind for kind in INSIDE if kind != "plain"]
     keys = {kind: key([INSIDE[kind](torch.ones(64, 64))], Pickler) for kind in kinds}
-    again = {kind: key([INSIDE[kind](torch.zeros(64, 64))], Pickler) for kind in kinds}
-    assert len(set(keys.values())) == len(kinds) and keys == again
+    repeated = {kind: key([INSIDE[kind](torch.zeros(64, 64))], Pickler) for kind in kinds}
+    assert len(set(keys.values())) == len(kinds) and keys == repeated
     assert b"state" not in key(["x"], Pickler) and b"state" in key(["torch.ops.mxtensor.quantize"], Pickler)
 
 

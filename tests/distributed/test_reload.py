@@ -51,5 +51,5 @@ def test_a_file_has_no_agreement():
     """What another program has agreed on says nothing about this one."""
     first = weight()
     first.agreement.reached.add(("key", "codes", None))
-    again = pickle.loads(pickle.dumps(first))
-    assert not again.agreement.reached
+    reloaded = pickle.loads(pickle.dumps(first))
+    assert not reloaded.agreement.reached

@@ -105,18 +105,18 @@ class Net(nn.Module):
 def test_a_model_that_safetensors_cannot_save_is_saved_and_loaded(way, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     choose = {"filter_fn": lambda module, name: isinstance(module, nn.Linear)}
-    model, again = (mx.quantize_(Net(), "mxfp8", **choose) for _ in range(2))
+    model, second = (mx.quantize_(Net(), "mxfp8", **choose) for _ in range(2))
     with pytest.raises(TypeError, match=re.escape("for others torch.save(model.state_dict(), path), or")):
         safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
     if way == "torch.save":
         torch.save(model.state_dict(), tmp_path / "model.pt")
-        again.load_state_dict(torch.load(tmp_path / "model.pt"))
+        second.load_state_dict(torch.load(tmp_path / "model.pt"))
     else:
         mx.checkpoints.save(model, tmp_path / "out")
-        again.load_state_dict(mx.checkpoints.load(tmp_path / "out"))
+        second.load_state_dict(mx.checkpoints.load(tmp_path / "out"))
     x = torch.randn(3, 64)
-    assert torch.equal(again.layer(x), model.layer(x))
-    assert torch.equal(again.convolution.weight, model.convolution.weight)
+    assert torch.equal(second.layer(x), model.layer(x))
+    assert torch.equal(second.convolution.weight, model.convolution.weight)
 
 
 def test_a_model_of_transformers_that_safetensors_cannot_save_has_save_pretrained(tmp_path):
@@ -128,5 +128,5 @@ def test_a_model_of_transformers_that_safetensors_cannot_save_has_save_pretraine
     with pytest.raises(TypeError, match=r"of transformers call model.save_pretrained\(path\)"):
         safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
     model.save_pretrained(tmp_path / "out")
-    again, ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(9)[None]
-    assert torch.equal(again(ids).logits, model(ids).logits)
+    reloaded, ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(9)[None]
+    assert torch.equal(reloaded(ids).logits, model(ids).logits)

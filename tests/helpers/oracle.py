@@ -223,9 +223,9 @@ def encode(x, format, mode="rceil"):
     """Quantize the non-empty float32 array ``x`` into ``format`` (read for its names and block only)."""
     assert x.dtype == np.float32 and x.size
     if format.scales_matrices and x.ndim > 2:  # each matrix of a stack by itself
-        parts = [encode(matrix, format, mode) for matrix in x.reshape(-1, *x.shape[-2:])]
+        pieces = [encode(matrix, format, mode) for matrix in x.reshape(-1, *x.shape[-2:])]
         data, scale, one = (
-            np.stack([getattr(part, name) for part in parts]) for name in ("data", "scale", "global_scale")
+            np.stack([getattr(piece, name) for piece in pieces]) for name in ("data", "scale", "global_scale")
         )
         lead = x.shape[:-2]
         data, scale = (t.reshape(*lead, *t.shape[1:]) for t in (data, scale))

@@ -31,7 +31,9 @@ def model():
 def ops():
     """The sizes of the queries that ops of the package got inside the block, as torch's profiler shows them."""
     found = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True
+    ) as profile:
         yield found
     events = [event for event in profile.events() if event.name.startswith("mxtensor::") and "attention" in event.name]
     found += [tuple(event.input_shapes[0]) for event in events]

@@ -97,11 +97,11 @@ def everything(module, name):
 
 
 @pytest.mark.parametrize("how", ["resize", "tie", "by hand"])
-@pytest.mark.parametrize("again", [False, True])
-def test_a_head_that_is_tied_again(how, again, tmp_path):
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_a_head_that_is_tied_again(how, reloaded, tmp_path):
     model = mx.quantize_(apart(tmp_path / "plain"), "mxfp8-weight-only", everything)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
-    if again:
+    if reloaded:
         model = loaded(model, tmp_path / "once")
     if how == "resize":
         model.resize_token_embeddings(104)
@@ -113,11 +113,11 @@ def test_a_head_that_is_tied_again(how, again, tmp_path):
     assert found.lm_head.weight is found.model.embed_tokens.weight and isinstance(found.lm_head.weight, mx.MXTensor)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("reloaded", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_that_a_user_ties_or_unties(tied, again, tmp_path):
+def test_a_head_that_a_user_ties_or_unties(tied, reloaded, tmp_path):
     model = mx.quantize_(llama(tie_word_embeddings=not tied), "mxfp8-weight-only", everything)
-    if again:
+    if reloaded:
         model = loaded(model, tmp_path / "once")
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight

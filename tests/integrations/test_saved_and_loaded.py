@@ -80,7 +80,7 @@ def output(model):
         return model(input_ids=IDS, **more).logits
 
 
-def parts(model):
+def recipes_and_scales(model):
     """What an MXTensor or a layer has beside its values, by name."""
     named = model.named_parameters(remove_duplicate=False)
     recipes = {name: (p.recipe, p.orientation) for name, p in named if isinstance(p, mx.MXTensor)}
@@ -186,7 +186,7 @@ def check_outputs(name, format, way, tmp_path):
     found = WAYS[way](model, fresh, tmp_path).eval()
     assert torch.equal(output(model), before)
     if format != "trains":
-        assert parts(found) == parts(model)
+        assert recipes_and_scales(found) == recipes_and_scales(model)
     elif "pretrained" in way:  # which stores the values, and leaves the recipe to the program
         mx.quantize_(found, mx.recipe.MXFP8BlockScaling())
     found = copy.deepcopy(found)  # in aligned memory, as the first: sums of MKL depend on that

@@ -86,7 +86,7 @@ def test_the_base_model_and_the_head_of_another_class(tmp_path):
     assert layers(found) == {name.removeprefix("model."): scale for name, scale in layers(model).items()}
 
 
-def test_a_format_without_a_global_scale_is_no_static_scale(tmp_path):
+def test_a_format_without_a_global_scale_is_not_a_static_scale(tmp_path):
     model = mx.quantize_(llama(), "nvfp4-weight-nvfp4_single_level-activation")
     model.save_pretrained(tmp_path)
     found = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -129,7 +129,7 @@ def test_an_unknown_format_names_the_formats(name):
 
 
 @pytest.mark.parametrize("name", [torch.float32, torch.bfloat16, "half"])
-def test_a_dtype_in_high_precision_is_no_format(name):
+def test_a_dtype_in_high_precision_is_not_a_format(name):
     with pytest.raises(ValueError, match=r"unknown format .*; it is not quantized: leave the layer out by filter_fn"):
         get_format(name)
 

@@ -1,4 +1,4 @@
-"""Second moments in 8 and 16 bits: steps stay those of Adam where gradients of one parameter differ by any factor."""
+"""Second moments in 8 and 16 bits: steps stay those of Adam where gradients of one parameter differ by any ratio."""
 
 import io
 
@@ -17,17 +17,17 @@ TABLE = torch.tensor(optimizers.TABLE)
 
 
 def magnitudes(shape, decades, within_a_block):
-    """Factors between 10^-decades and 1: one for each value, or one for each row."""
+    """Scale factors between 10^-decades and 1: one for each value, or one for each row."""
     each = torch.rand(shape) if within_a_block else torch.rand(shape[0], *(1,) * (len(shape) - 1)).expand(shape)
     return 10.0 ** -(each * decades)
 
 
-def train(params, factors, steps, start=0, **options):
+def train(params, scale_factors, steps, start=0, **options):
     made = options.pop("made", None) or FusedAdam(params, **options)
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(step)
-        for p, factor in zip(params, factors, strict=True):
-            p.grad = (factor * (torch.randn(p.shape, generator=generator) + 0.2)).to(p.dtype)
+        for p, scale_factor in zip(params, scale_factors, strict=True):
+            p.grad = (scale_factor * (torch.randn(p.shape, generator=generator) + 0.2)).to(p.dtype)
         made.step()
     return made
 
@@ -39,7 +39,7 @@ def zeros(*shapes, dtype=torch.float32):
 # ---------------------------------------------------------------------------------------------- codes
 
 
-def test_codes_are_monotone_and_every_code_round_trips():
+def test_codes_are_monotone_and_every_code_is_decoded_and_encoded_to_itself():
     assert (TABLE.diff() > 0).all() and TABLE[0] == 0 and TABLE[255] == 1 and TABLE[1] < 2.0**-42
     every = torch.arange(256, dtype=torch.uint8)
     for scale in (1.0, 3.7, 1e-20, 1e30, optimizers.LEAST_SCALE):
@@ -96,10 +96,10 @@ def test_blocks_are_256_values_in_any_shape(shape):
     found = optimizers.decode_squares(optimizers.encode_squares(values, scales), scales)
     assert found.shape == values.shape and (found > 0).all()
     torch.testing.assert_close(found, values, rtol=(NEIGHBOURS - 1) / 2 * 1.06, atol=0)
-    turned = values.transpose(0, -1)  # of other strides
-    scales = optimizers.block_scales(turned)
+    transposed = values.transpose(0, -1)  # of other strides
+    scales = optimizers.block_scales(transposed)
     torch.testing.assert_close(
-        optimizers.decode_squares(optimizers.encode_squares(turned, scales), scales), turned, rtol=0.065, atol=0
+        optimizers.decode_squares(optimizers.encode_squares(transposed, scales), scales), transposed, rtol=0.065, atol=0
     )
 
 
@@ -141,13 +141,13 @@ def test_updates_are_those_of_adamw(first, second, decades, within_a_block):
     """In one step of AdamW no value moves by much more than the rate; rounded to 0, moments moved it by 1 / eps."""
     dtypes = {8: torch.uint8, 16: torch.float16, 32: torch.float32}
     shape = (40, 300)  # a row is more than a block, and the last block has 224 values
-    factors = [magnitudes(shape, decades, within_a_block)]
+    scale_factors = [magnitudes(shape, decades, within_a_block)]
     options = dict(lr=1e-3, eps=1e-15)
     (p,), (q,) = zeros(shape), zeros(shape)
-    train([p], factors, 60, exp_avg_dtype=dtypes[first], exp_avg_sq_dtype=dtypes[second], **options)
-    train([q], factors, 60, **options)
+    train([p], scale_factors, 60, exp_avg_dtype=dtypes[first], exp_avg_sq_dtype=dtypes[second], **options)
+    train([q], scale_factors, 60, **options)
     wide = torch.optim.AdamW([r := zeros(shape)[0]], weight_decay=0, **options)
-    train([r], factors, 60, made=wide)
+    train([r], scale_factors, 60, made=wide)
     torch.testing.assert_close(q, r, rtol=1e-4, atol=1e-6)
     assert p.abs().max() < 1.5 * r.abs().max()
     assert (p - r).norm() < 0.12 * r.norm()
@@ -155,10 +155,10 @@ def test_updates_are_those_of_adamw(first, second, decades, within_a_block):
 
 def test_moments_do_not_stay_behind_over_many_steps():
     """A step changes a moment by 0.1 % or less: to nearest, it would stay far below the mean of squares."""
-    (p,), factors = zeros((4, 256)), [torch.full((4, 256), 0.3)]
+    (p,), scale_factors = zeros((4, 256)), [torch.full((4, 256), 0.3)]
     for options in ({}, {"betas": (0.9, 0.99)}):
         p.data.zero_()
-        made = train([p], factors, 1500, exp_avg_sq_dtype=torch.uint8, **options)
+        made = train([p], scale_factors, 1500, exp_avg_sq_dtype=torch.uint8, **options)
         beta = made.param_groups[0]["betas"][1]
         square = made.state_dict()["state"][0]["exp_avg_sq"] / (1 - beta**1500)
         assert abs(square.mean() / (0.09 * 1.04) - 1) < 0.1
@@ -185,9 +185,9 @@ def test_a_narrow_optimizer_of_an_embedding():
 def test_stacked_and_16_bit_parameters(shape, dtype):
     options = dict(master_weights=True, exp_avg_sq_dtype=torch.uint8, lr=1e-2)
     (p,), (q,) = zeros(shape, dtype=dtype), zeros(shape)
-    factors = [magnitudes(shape, 3, True)]
-    made = train([p], factors, 30, **options)
-    train([q], factors, 30, lr=1e-2)
+    scale_factors = [magnitudes(shape, 3, True)]
+    made = train([p], scale_factors, 30, **options)
+    train([q], scale_factors, 30, lr=1e-2)
     assert made.state[p]["exp_avg_sq"].dtype is torch.uint8 and made.state[p]["exp_avg_sq"].shape == shape
     assert (p.float() - q).norm() < 0.12 * q.norm()
 
@@ -199,8 +199,8 @@ def test_stacked_and_16_bit_parameters(shape, dtype):
 def test_training_continues_bitwise_after_a_checkpoint(with_scales):
     """Also without ``scales``: they follow from the values."""
     params, options = zeros((3, 7, 50), (300,)), dict(exp_avg_sq_dtype=torch.uint8, lr=0.01)
-    factors = [magnitudes(p.shape, 4, True) for p in params]
-    made = train(params, factors, 3, **options)
+    scale_factors = [magnitudes(p.shape, 4, True) for p in params]
+    made = train(params, scale_factors, 3, **options)
     file = io.BytesIO()
     torch.save(made.state_dict(), file)
     file.seek(0)
@@ -213,7 +213,7 @@ def test_training_continues_bitwise_after_a_checkpoint(with_scales):
     other.load_state_dict(saved)
     for p, q in zip(params, loaded, strict=True):
         assert other.state[q]["exp_avg_sq"].equal(made.state[p]["exp_avg_sq"])
-    train(params, factors, 3, 3, made=made), train(loaded, factors, 3, 3, made=other)
+    train(params, scale_factors, 3, 3, made=made), train(loaded, scale_factors, 3, 3, made=other)
     assert all(map(torch.equal, params, loaded))
 
 

@@ -72,9 +72,9 @@ def test_five_bytes_reserve_no_memory():
 def test_bytes_that_are_named_again_and_again_are_read_once():
     storage = io.BytesIO()
     torch.save(torch.ones(1000)._typed_storage(), storage, _use_new_zipfile_serialization=False)
-    kept = b"B" + struct.pack("<I", len(storage.getvalue())) + storage.getvalue() + b"\x94"
+    stored = b"B" + struct.pack("<I", len(storage.getvalue())) + storage.getvalue() + b"\x94"
     load = b"ctorch.storage\n_load_from_bytes\nh\x00\x85R"
-    first, *others = read_pickle(PROTO + kept + b"(" + load * 1000 + b"t.")
+    first, *others = read_pickle(PROTO + stored + b"(" + load * 1000 + b"t.")
     assert len(others) == 999 and all(other is first for other in others)
 
 

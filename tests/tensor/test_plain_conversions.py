@@ -126,8 +126,8 @@ def test_a_gradient_passes():
 
 def test_devices_and_other_arguments_keep_codes():
     w = mx.quantize(torch.randn(32, 64), "mxfp8")
-    kept = w.cpu(), w.to("cpu"), w.to("meta"), w.to(device="cpu", dtype=None), w.to("cpu", copy=True), w.contiguous()
-    assert all(isinstance(t, mx.MXTensor) for t in kept)
+    copies = w.cpu(), w.to("cpu"), w.to("meta"), w.to(device="cpu", dtype=None), w.to("cpu", copy=True), w.contiguous()
+    assert all(isinstance(t, mx.MXTensor) for t in copies)
     assert w.with_dtype(torch.float32) is w and w.with_dtype(torch.bfloat16).dtype is torch.bfloat16
     with pytest.raises(TypeError, match="with_dtype: dtype is 'bfloat16'"):
         w.with_dtype("bfloat16")
@@ -145,13 +145,13 @@ def test_a_module_is_converted_while_a_weak_reference_lives(config, holder):
     model, x = layer(config=config), torch.randn(2, 64)
     weight, bias = model[0].weight, model[0].bias
     weight.mine = 3
-    kept = [torch.export.export(model, (x,))] if holder == "export" else [weakref.ref(p) for p in model.parameters()]
+    alive = [torch.export.export(model, (x,))] if holder == "export" else [weakref.ref(p) for p in model.parameters()]
     values, reference = weight.dequantize(torch.float32), weakref.ref(weight)
     for way, dtype in ((name, dtype) for name in MODULE if name != "_apply" for dtype in FLOATS):
         MODULE[way](model, dtype)
         assert model[0].weight is weight is reference() and type(weight) is mx.MXTensor and model[0].bias is bias
         assert weight.dtype is bias.dtype is dtype and weight.mine == 3 and isinstance(weight, nn.Parameter)
-        assert torch.equal(weight.dequantize(torch.float32), values) and kept
+        assert torch.equal(weight.dequantize(torch.float32), values) and alive
     model.float().cpu().to("cpu")
     with torch.no_grad():
         torch.testing.assert_close(model(x), F.linear(x, values, bias), atol=0.3, rtol=0.3)
@@ -163,13 +163,13 @@ def test_a_module_is_converted_while_a_weak_reference_lives(config, holder):
 
 def test_a_training_weight_is_converted_while_a_weak_reference_lives():
     model, x = layer(config=mx.recipe.MXFP8BlockScaling()).train(), torch.randn(32, 64)
-    weight, kept = model[0].weight, [weakref.ref(p) for p in model.parameters()]
+    weight, alive = model[0].weight, [weakref.ref(p) for p in model.parameters()]
     model(x).sum().backward()
     values, kind = weight.high_precision.clone(), type(weight)
     for way, dtype in ((name, dtype) for name in MODULE if name != "_apply" for dtype in FLOATS):
         MODULE[way](model, dtype)
         assert (
-            model[0].weight is weight and type(weight) is kind and weight.dtype is weight.grad.dtype is dtype and kept
+            model[0].weight is weight and type(weight) is kind and weight.dtype is weight.grad.dtype is dtype and alive
         )
     model.float()
     assert type(weight) is kind and (weight.high_precision - values).abs().max() < 1e-2
@@ -179,11 +179,11 @@ def test_a_training_weight_is_converted_while_a_weak_reference_lives():
 def test_a_parameter_that_trains_keeps_its_gradient():
     model = nn.Sequential(nn.Linear(64, 32))
     model[0].weight = nn.Parameter(mx.quantize(model[0].weight.detach(), "mxfp8"))
-    kept, weight = weakref.ref(model[0].weight), model[0].weight
+    reference, weight = weakref.ref(model[0].weight), model[0].weight
     model(torch.randn(2, 64)).sum().backward()
     grad = weight.grad.clone()
     model.bfloat16()
-    assert kept() is weight is model[0].weight and weight.requires_grad and weight.dtype is torch.bfloat16
+    assert reference() is weight is model[0].weight and weight.requires_grad and weight.dtype is torch.bfloat16
     assert weight.grad.dtype is torch.bfloat16 and torch.equal(weight.grad, grad.bfloat16())
     model(torch.randn(2, 64, dtype=torch.bfloat16)).sum().backward()
 

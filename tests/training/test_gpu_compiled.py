@@ -34,8 +34,8 @@ def poisoned():
     gc.collect()
     torch.cuda.synchronize()
     for size in (1 << 12, 1 << 20, 1 << 24, 1 << 26):
-        kept = [torch.full((size,), float("nan"), device="cuda") for _ in range(4)]
-        del kept
+        buffers = [torch.full((size,), float("nan"), device="cuda") for _ in range(4)]
+        del buffers
 
 
 def steps(model, run, x, target, count, autocast):

@@ -114,7 +114,7 @@ Tensor cpu_linear_groups(const Tensor& given, const Tensor& data, const Tensor& 
   return out;
 }
 
-// The arguments of cpu_linear that are no tensors, by number: reading a number takes less than reading all of them.
+// The arguments of cpu_linear that are not tensors, by number: reading a number takes less than reading all of them.
 struct Options {
   std::vector<int64_t> format, cast;
   double alpha, beta, amax_epsilon;

@@ -234,7 +234,7 @@ _numbers: dict[Hashable, int] = {}
 
 
 def _prepared(args: tuple[Any, ...]) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """``cpu_linear`` with a number in the place of all its arguments that are no tensors: for programs."""
+    """``cpu_linear`` with a number in the place of all its arguments that are not tensors: for programs."""
     tensors, options = args[:6], args[6:]
     key = tuple(tuple(one) if isinstance(one, (list, tuple)) else one for one in options)
     if key not in _numbers:

@@ -194,9 +194,9 @@ def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Te
     If x is the transpose of a row-major matrix, so is the result.
     """
     if x.dim() > 2 and cast.format.scales_matrices:
-        parts = [fake_quantize(matrix, cast, dtype) for matrix in x.flatten(0, -3)]
-        scales = torch.stack([scale for _, scale in parts if scale is not None])
-        whole = torch.stack([values for values, _ in parts]).view(x.shape)
+        pieces = [fake_quantize(matrix, cast, dtype) for matrix in x.flatten(0, -3)]
+        scales = torch.stack([scale for _, scale in pieces if scale is not None])
+        whole = torch.stack([values for values, _ in pieces]).view(x.shape)
         return whole, scales.view(cast.format.global_scale_shape(tuple(x.shape)))
     if is_transposed_matrix(x, cast.format):
         transposed = torch.empty(x.t().shape, dtype=dtype, device=x.device)

@@ -79,7 +79,7 @@ class Measured(NamedTuple):
 COLUMNS = (*Measured._fields[:-1], *LaunchConfig._fields)
 """The columns of a table file."""
 NAMED = ("format", "us")
-"""Columns that are no whole numbers."""
+"""Columns that are not whole numbers."""
 REQUIRED = COLUMNS[: -len(LaunchConfig._field_defaults)]
 """Columns without a default."""
 

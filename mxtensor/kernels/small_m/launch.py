@@ -289,8 +289,8 @@ def _launch_once(
     tensors = [x, memory, ends, x_global, *results, *(t for w in weights for t in w)]
 
     def steps(x: Any, memory: Any, ends: Any, x_global: Any, *rest: Any) -> list[KernelCall]:
-        y, parts = rest[: len(weights)], rest[len(weights) :]
-        all_of = [Weight(*parts[i : i + 4]) for i in range(0, len(parts), 4)]
+        y, components = rest[: len(weights)], rest[len(weights) :]
+        all_of = [Weight(*components[i : i + 4]) for i in range(0, len(components), 4)]
         return steps_of(x, all_of, y, format, cast, resolved, scratch, _address(memory), alpha, beta, ends, x_global)
 
     launch_steps(steps, tensors)
