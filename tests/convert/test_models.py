@@ -27,7 +27,7 @@ pytestmark = [
 
 
 RECORD = dict(zip(CASES, models.recorded(), strict=True))
-MACHINE = json.loads(models.RECORD.read_text())[models.PART]["machine"]
+MACHINE = json.loads(models.RECORD.read_text())[models.SECTION]["machine"]
 
 
 @pytest.fixture(autouse=True)
