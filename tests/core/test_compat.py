@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mxtensor
-from mxtensor.core import compat, compat_compile, compat_hooks
+from mxtensor.core import compat, compat_compile, compat_generated, compat_hooks
 from mxtensor.core.when_imported import install_pending
 from mxtensor.ops import conversions as convert
 
@@ -291,7 +291,7 @@ def test_an_export_is_noticed(monkeypatch):
     assert compat.is_exporting() == "asked"
 
 
-def test_symbols_know_whether_they_are_ephemeral(monkeypatch):
+def test_symbols_know_whether_they_are_ephemeral():
     from torch._dynamo.source import ConstantSource, EphemeralSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -303,17 +303,15 @@ def test_symbols_know_whether_they_are_ephemeral(monkeypatch):
     assert not compat.is_ephemeral(SimpleNamespace(node=SimpleNamespace(shape_env=object(), expr=None)))
 
 
-def test_a_backward_pass_is_noticed(monkeypatch):
+def test_a_backward_pass_is_noticed():
     seen = []
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: seen.append(compat.in_backward()))
     x.sum().backward()
     assert seen == [True] and not compat.in_backward()
-    monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    assert not compat.in_backward()
 
 
-def test_a_function_is_left_to_aotautograd(monkeypatch):
+def test_a_function_is_left_to_aotautograd():
     seen = []
 
     @compat.nonstrict_trace
@@ -322,8 +320,6 @@ def test_a_function_is_left_to_aotautograd(monkeypatch):
         return x + 1
 
     assert torch.equal(torch.compile(look, backend="eager", fullgraph=True)(torch.ones(2)), torch.full((2,), 2.0))
-    monkeypatch.delattr(torch._dynamo, "nonstrict_trace")
-    assert compat.nonstrict_trace(len) is len
 
 
 def test_the_current_device_and_stream_are_those_of_torch():
@@ -377,15 +373,23 @@ def test_a_graph_break_at_a_checkpoint_has_a_reason():
 
 
 @pytest.fixture
-def checkpoints(monkeypatch):
+def put_back(monkeypatch):
+    """``put_back(owner, *names)``: hooks that the test installs at these names end with it."""
+
+    def remember(owner, *names):
+        for name in names:
+            monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+
+    return remember
+
+
+@pytest.fixture
+def checkpoints(put_back):
     """torch's checkpoint classes without hooks, and as they were afterwards."""
-    around = torch_checkpoint._checkpoint_hook
-    for name in ("__init__", "__enter__", "__exit__"):
-        monkeypatch.setattr(around, name, inspect.unwrap(getattr(around, name)))
-    frame, reentrant = torch_checkpoint._CheckpointFrame, torch_checkpoint.CheckpointFunction
-    monkeypatch.setattr(frame, "__init__", inspect.unwrap(frame.__init__))
-    monkeypatch.setattr(reentrant, "apply", reentrant.apply)
-    monkeypatch.delattr(reentrant, "apply")
+    put_back(torch_checkpoint._checkpoint_hook, "__init__", "__enter__", "__exit__")
+    put_back(torch_checkpoint._CheckpointFrame, "__init__")
+    put_back(reentrant := torch_checkpoint.CheckpointFunction, "apply")
+    del reentrant.apply  # leaves that of its base
 
 
 def noting(said):
@@ -448,24 +452,16 @@ def test_a_checkpoint_without_gradients_has_no_first_pass(checkpoints, use_reent
     assert said in ([], [False])  # the frame of one that is not reentrant is made
 
 
-@pytest.mark.parametrize("missing", ["_CheckpointFrame", "CheckpointFunction", "_checkpoint_hook"])
-def test_a_torch_with_other_checkpoints_is_left_alone(monkeypatch, missing):
-    monkeypatch.delattr(torch_checkpoint, missing)
-    assert not compat_hooks.hook_checkpoints(lambda function, reentrant: (function, nullcontext))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_a_module_is_checked_before_torchscript_converts_it(monkeypatch):
+def test_a_module_is_checked_before_torchscript_converts_it(put_back):
     import torch.jit._recursive as recursive
 
-    monkeypatch.setattr(recursive, "infer_concrete_type_builder", recursive.infer_concrete_type_builder)
+    put_back(recursive, "infer_concrete_type_builder")
     seen = []
     assert compat_hooks.hook_torchscript(seen.append)
     module = nn.Sequential(nn.Linear(2, 2))
     torch.jit.script(module)
     assert module in seen and module[0] in seen
-    monkeypatch.delattr(recursive, "infer_concrete_type_builder")
-    assert not compat_hooks.hook_torchscript(seen.append)
 
 
 def heads(width=8):
@@ -487,13 +483,11 @@ def test_optimizers_take_a_kind_of_parameter_many_at_a_time(monkeypatch):
     assert compat_hooks.let_optimizers_take(Kind) and compat_hooks.let_optimizers_take(Kind)
     assert optimizer._foreach_supported_types == [torch.Tensor, Kind]
     assert optimizer._default_to_fused_or_foreach(weights, False) == (False, True)
-    monkeypatch.delattr(optimizer, "_foreach_supported_types")
-    assert not compat_hooks.let_optimizers_take(Kind)
 
 
-def test_a_models_state_dict_is_loaded_through_the_hook(monkeypatch):
+def test_a_models_state_dict_is_loaded_through_the_hook(put_back):
     place = importlib.import_module("torch.distributed.checkpoint.state_dict")
-    monkeypatch.setattr(place, "_load_model_state_dict", place._load_model_state_dict)
+    put_back(place, "_load_model_state_dict")
     model, seen = nn.Sequential(nn.Linear(2, 2)), []
 
     def load(usual, given, state_dict, broadcast, name_of):
@@ -503,8 +497,6 @@ def test_a_models_state_dict_is_loaded_through_the_hook(monkeypatch):
     assert compat_hooks.hook_model_state_dicts(load)
     place.set_model_state_dict(model, {key: torch.ones_like(t) for key, t in model.state_dict().items()})
     assert seen == [(True, False, "0.weight")] and model[0].weight.eq(1).all()
-    monkeypatch.delattr(place, "_get_fqns")
-    assert not compat_hooks.hook_model_state_dicts(load)
 
 
 def test_parameters_are_checked_before_they_are_flattened(monkeypatch):
@@ -513,14 +505,14 @@ def test_parameters_are_checked_before_they_are_flattened(monkeypatch):
     monkeypatch.setattr(flat, "__init__", lambda self, params, *rest: None)
     assert compat_hooks.hook_flat_parameters(seen.append)
     flat(["p"], nn.Linear(2, 2))
-    monkeypatch.delattr(importlib.import_module("torch.distributed.fsdp._flat_param"), "FlatParamHandle")
-    assert not compat_hooks.hook_flat_parameters(seen.append) and seen == [["p"]]
+    assert seen == [["p"]]
 
 
-def test_parameters_are_checked_before_they_are_copied_to_gpus(monkeypatch):
+def test_parameters_are_checked_before_they_are_copied_to_gpus(put_back):
     modules = [importlib.import_module(f"torch.nn.parallel{name}") for name in ("", ".replicate", ".data_parallel")]
+    usual = inspect.unwrap(modules[0].replicate)
     for module in modules:
-        monkeypatch.setattr(module, "replicate", usual := modules[0].replicate)
+        put_back(module, "replicate")
 
     def check(parameters):
         if [*parameters]:
@@ -531,8 +523,6 @@ def test_parameters_are_checked_before_they_are_copied_to_gpus(monkeypatch):
     assert len(modules[2].replicate(nn.Identity(), [None])) == 1
     with pytest.raises(ValueError, match="has parameters"):
         modules[1].replicate(nn.Linear(2, 2), [None])
-    monkeypatch.delattr(modules[0], "replicate")
-    assert not compat_hooks.hook_replicas(check)
 
 
 def test_a_function_is_replaced_in_the_modules_that_import_it_by_name(monkeypatch):
@@ -552,12 +542,6 @@ def test_a_function_is_replaced_in_the_modules_that_import_it_by_name(monkeypatc
     assert not compat_hooks.hook_function(names[::-1], "f", lambda f: f) and not hasattr(modules[3], "f")
 
 
-def test_a_stager_of_another_torch_is_left_alone(monkeypatch):
-    stager = importlib.import_module("torch.distributed.checkpoint._state_dict_stager")
-    monkeypatch.delattr(stager.StateDictStager, "_offload_tensor")
-    assert not compat_hooks.hook_staging(torch.nn.Parameter)
-
-
 def test_attention_runs_over_another_linear_and_torchs_stays():
     called = []
 
@@ -572,13 +556,7 @@ def test_attention_runs_over_another_linear_and_torchs_stays():
     assert called == [(24, 8), (8, 8)] and F.multi_head_attention_forward is original
 
 
-def test_attention_without_a_private_projection_runs_over_torchs(monkeypatch):
-    missing, args = F._in_projection, heads()
-    monkeypatch.delattr(F, "_in_projection")
-    assert callable(missing) and len(compat_hooks.attention_over(F.linear)(*args)) == 2
-
-
-def test_the_caller_inside_torch_distributed_is_found(monkeypatch):
+def test_the_caller_inside_torch_distributed_is_found():
     assert compat_hooks.distributed_caller("distributed_c10d") is None
     called = {"distributed_caller": compat_hooks.distributed_caller, "__name__": "torch.distributed.distributed_c10d"}
     exec("def broadcast(tensor):\n    return distributed_caller('distributed_c10d')", called)
@@ -633,7 +611,7 @@ def test_a_function_that_is_run_uncompiled_is_not_a_graph():
     assert [sum(node.op == "call_function" for node in graph.graph.nodes) for graph in graphs] == [1, 1]
 
 
-def test_dynamo_shows_a_private_function_to_modes(monkeypatch):
+def test_dynamo_shows_a_private_function_to_modes():
     class Doubles(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return args[0] * 2 if func is torch._grouped_mm else func(*args, **(kwargs or {}))
@@ -653,8 +631,6 @@ def test_dynamo_shows_a_private_function_to_modes(monkeypatch):
         with Doubles():
             torch.compile(lambda x, w: F.grouped_mm(x, w, offs=ends), backend=keep)(x, torch.ones(2, 8, 8).bfloat16())
     assert "_grouped_mm" in graphs[0] and "_grouped_mm" not in graphs[1]
-    monkeypatch.delattr(sys.modules["torch._dynamo.variables.torch"], "get_overridable_functions")
-    assert not compat_compile.let_dynamo_intercept(torch._grouped_mm)
     torch._dynamo.reset()
 
 
@@ -679,10 +655,6 @@ def test_kernels_of_inductor_are_written_with_the_lines_that_the_hook_gives(monk
             TritonKernel._filter_pdl(kernel, code)
         assert code._lines == lines
     assert said == ["torch's own"] * 3
-    for name in ("GDC_LAUNCH", "GDC_WAIT", "_filter_pdl"):
-        with monkeypatch.context() as without:
-            without.delattr(TritonKernel, name)
-            assert not compat_compile.hook_kernel_lines(change, lambda config: True)
 
 
 def test_a_mode_is_taken_from_below_another_one():
@@ -744,8 +716,6 @@ def test_dynamo_reads_attributes_of_tensors_that_a_graph_computes(monkeypatch):
     x = torch.randn(32, 32)
     scaled = torch.compile(lambda x: x * mxtensor.quantize(x, "mxfp8").values, fullgraph=True, backend="eager")
     assert torch.equal(scaled(x), x * 1024)
-    monkeypatch.delattr(TensorVariable, "dynamic_getattr")
-    assert not compat_compile.hook_graph_attributes(mxtensor.MXTensor, {}, ())
 
 
 def test_inductor_compiles_a_graph_under_settings_of_ours(monkeypatch):
@@ -761,10 +731,6 @@ def test_inductor_compiles_a_graph_under_settings_of_ours(monkeypatch):
     for patches, expected in ((None, True), ({"max_autotune": False}, False), ({"size_asserts": True}, True)):
         compile_fx.compile_fx("with products", config_patches=patches)  # what a call of torch.compile names wins
         assert seen.pop() is expected
-    for name in ("_compile_fx_inner", "compile_fx"):
-        with monkeypatch.context() as without:
-            without.delattr(compile_fx, name)
-            assert not compat_compile.hook_inductor_settings(lambda gm: {})
 
 
 def test_a_compiled_graph_takes_a_tensor_apart_at_once(monkeypatch):
@@ -782,8 +748,6 @@ def test_a_compiled_graph_takes_a_tensor_apart_at_once(monkeypatch):
     assert all(a is b for a, b in zip(found, [x, *w.components, 3], strict=True)) and usual_got == []
     unwrap([w], append_symints=True, subclass_metas=[symbolic])
     assert len(usual_got) == 1 and usual_got[0][0] is w
-    monkeypatch.delattr(runtime_wrappers, name)
-    assert not compat_compile.hook_unwrapping(mxtensor.MXTensor)
 
 
 def test_guards_of_a_weight_are_skipped_where_dynamo_skips_those_of_a_plain_one(monkeypatch):
@@ -805,11 +769,9 @@ def test_guards_of_a_weight_are_skipped_where_dynamo_skips_those_of_a_plain_one(
         assert torch.equal(compiled(x), layer(x)) and marked
         layer.weight.data = mxtensor.quantize(torch.randn(64, 64), "mxfp4")
         assert torch.equal(compiled(x), layer(x))
-    monkeypatch.delattr(guards.GuardManagerWrapper, "find_tag_safe_roots")
-    assert not compat_compile.hook_guards(mxtensor.MXTensor)
 
 
-def test_dynamo_takes_the_memory_of_a_weight_in_a_body(monkeypatch):
+def test_dynamo_takes_the_memory_of_a_weight_in_a_body():
     import torch._dynamo.variables.higher_order_ops as higher_order_ops
     import torch._higher_order_ops.utils as utils
 
@@ -820,11 +782,9 @@ def test_dynamo_takes_the_memory_of_a_weight_in_a_body(monkeypatch):
     node = torch.fx.Graph().placeholder("w")
     node.meta["example_value"] = fake = FakeTensorMode().from_tensor(w)
     assert utils._collect_fake_inputs([node])[0] is fake.rowwise.data and utils._collect_fake_inputs([3]) == [3]
-    monkeypatch.delattr(higher_order_ops, "get_tensor_storages")
-    assert not compat_compile.hook_bodies(mxtensor.MXTensor, lambda w: inside)
 
 
-def test_a_graph_that_returns_a_weight_expects_a_plain_gradient(monkeypatch):
+def test_a_graph_that_returns_a_weight_expects_a_plain_gradient():
     from torch._functorch._aot_autograd import collect_metadata_analysis, input_output_analysis
 
     name = "coerce_tangent_and_suggest_memory_format"
@@ -833,5 +793,51 @@ def test_a_graph_that_returns_a_weight_expects_a_plain_gradient(monkeypatch):
     for module in (collect_metadata_analysis, input_output_analysis):
         assert type(getattr(module, name)(layer.weight)[0]) is torch.Tensor
         assert getattr(module, name)(3)[0] == 3
-    monkeypatch.delattr(collect_metadata_analysis, name)
-    assert not compat_compile.hook_tangents(mxtensor.MXTensor, lambda w: w)
+
+
+# ---------------------------------------------------------------------------------------------- another torch
+
+INDUCTOR, COMPILE_FX = "torch._inductor.codegen.triton:TritonKernel", "torch._inductor.compile_fx"
+CHECKPOINT = "torch.utils.checkpoint"
+WITHOUT = [
+    *((CHECKPOINT, name, lambda: compat_hooks.hook_checkpoints(lambda function, reentrant: (function, nullcontext)))
+      for name in ("_CheckpointFrame", "CheckpointFunction", "_checkpoint_hook")),
+    *((COMPILE_FX, name, lambda: compat_compile.hook_inductor_settings(lambda gm: {}))
+      for name in ("_compile_fx_inner", "compile_fx")),
+    (INDUCTOR, "_filter_pdl", lambda: compat_compile.hook_kernel_lines(list, bool)),
+    (INDUCTOR, "GDC_LAUNCH", lambda: compat_compile.hook_kernel_lines(list, bool)),
+    (INDUCTOR, "GDC_WAIT", lambda: compat_compile.hook_kernel_lines(list, bool)),
+    ("torch._C", "_current_graph_task_id", lambda: compat.in_backward()),
+    ("torch._dynamo", "nonstrict_trace", lambda: compat.nonstrict_trace(len) is not len),
+    ("torch._dynamo.guards:GuardManagerWrapper", "find_tag_safe_roots",
+     lambda: compat_compile.hook_guards(mxtensor.MXTensor)),
+    ("torch._dynamo.variables.higher_order_ops", "get_tensor_storages",
+     lambda: compat_compile.hook_bodies(mxtensor.MXTensor, list)),
+    ("torch._dynamo.variables.tensor:TensorVariable", "dynamic_getattr",
+     lambda: compat_compile.hook_graph_attributes(mxtensor.MXTensor, {}, ())),
+    ("torch._dynamo.variables.torch", "get_overridable_functions",
+     lambda: compat_compile.let_dynamo_intercept(torch._grouped_mm)),
+    ("torch._functorch._aot_autograd.collect_metadata_analysis", "coerce_tangent_and_suggest_memory_format",
+     lambda: compat_compile.hook_tangents(mxtensor.MXTensor, lambda w: w)),
+    ("torch._functorch._aot_autograd.runtime_wrappers", "runtime_unwrap_tensor_subclasses",
+     lambda: compat_compile.hook_unwrapping(mxtensor.MXTensor)),
+    ("torch._inductor.output_code", "CompiledFxGraph",
+     lambda: compat_generated.hook_compiled_graphs(lambda code, mutated: code)),
+    ("torch.distributed.checkpoint._state_dict_stager:StateDictStager", "_offload_tensor",
+     lambda: compat_hooks.hook_staging(nn.Parameter)),
+    ("torch.distributed.checkpoint.state_dict", "_get_fqns", lambda: compat_hooks.hook_model_state_dicts(list)),
+    ("torch.distributed.fsdp._flat_param", "FlatParamHandle", lambda: compat_hooks.hook_flat_parameters(list)),
+    ("torch.jit._recursive", "infer_concrete_type_builder", lambda: compat_hooks.hook_torchscript(list)),
+    ("torch.nn.functional", "_in_projection", lambda: len(compat_hooks.attention_over(F.linear)(*heads())) != 2),
+    ("torch.nn.parallel", "replicate", lambda: compat_hooks.hook_replicas(list)),
+    ("torch.optim.optimizer", "_foreach_supported_types", lambda: compat_hooks.let_optimizers_take(nn.Parameter)),
+]  # fmt: skip
+"""A place, a private name of it, and something that is false where torch does not have the name."""
+
+
+@pytest.mark.parametrize(("place", "name", "relies"), WITHOUT, ids=[name for _, name, _ in WITHOUT])
+def test_a_torch_without_a_private_name_is_left_alone(place, name, relies, monkeypatch):
+    module, _, owner = place.partition(":")
+    owner = getattr(importlib.import_module(module), owner) if owner else importlib.import_module(module)
+    monkeypatch.delattr(owner, name, raising=name not in ("GDC_LAUNCH", "GDC_WAIT"))
+    assert not relies()
