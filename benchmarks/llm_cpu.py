@@ -30,7 +30,7 @@ from torch import nn
 import mxtensor as mx
 from examples import smollm2
 from mxtensor.compile.cpu_recording import components_of
-from mxtensor.core.compat_dynamo import compiled_alone
+from mxtensor.core.compat_compile import compiled_alone
 
 from .harness import (
     MEGABYTES,

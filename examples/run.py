@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import mxtensor as mx
+from mxtensor.core.compat import local_of
 from mxtensor.core.explain import Log
-from mxtensor.core.local import local_of
 from mxtensor.recipe import Recipe
 from mxtensor.recipe.linear_recipe import LinearRecipe
 from mxtensor.training.interception import delayed_state

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mxtensor as mx
-from mxtensor.core.local import local_of
+from mxtensor.core.compat import local_of
 from mxtensor.recipe import Recipe
 
 from ..gpt import SIZES, load_text

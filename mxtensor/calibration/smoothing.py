@@ -307,9 +307,6 @@ def _linear_pairs(pairs: Sequence[Pair], inputs: Inputs, run: Callable[[], Any])
     seen: dict[nn.Module, int] = {}
     wrong: set[nn.Module] = set()
 
-    def doubles(scales: Tensor, layer: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return out * scales.to(out)
-
     def compares(scales: Tensor, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = seen[layer] = seen.get(layer, 0) + 1
         call, plain = Call(args, kwargs), inputs[layer][number - 1]
@@ -324,7 +321,7 @@ def _linear_pairs(pairs: Sequence[Pair], inputs: Inputs, run: Callable[[], Any])
             # 1 or 2 for each channel, in an order that no head repeats
             scales = 1.0 + torch.randint(2, (channels,), generator=torch.Generator().manual_seed(0))
             read = partial(compares, pair.as_read(scales))
-            hooks.enter_context(pair.producer.register_forward_hook(partial(doubles, scales)))
+            hooks.enter_context(pair.producer.register_forward_hook(lambda layer, args, out, s=scales: out * s.to(out)))
             hooks.enter_context(consumer.register_forward_pre_hook(read, with_kwargs=True))
         run()
     return [pair for pair in pairs if pair.consumers[0] in seen and pair.consumers[0] not in wrong]

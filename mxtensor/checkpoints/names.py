@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..convert.heads import HEAD_NAMES, heads, is_lookup
 from ..convert.weights import (
     ATTENTION,
     EXPERTS,
+    HEAD_NAMES,
     Kind,
     default_filter,
+    heads,
     is_left_out,
+    is_lookup,
     names_of_weights,
     unknown_experts,
     weights_to_quantize,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core import names
 from ..core.arguments import check_plain, described
-from ..core.local import is_sharded
+from ..core.compat import is_sharded
 from ..core.names import dtype_name
 from ..core.progress import with_progress
 from ..numerics.formats import FORMATS

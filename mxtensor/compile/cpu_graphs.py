@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ..core.compat_generated import Code, compiled_by_inductor, forgetter, hook_compiled_graphs
+from ..core.compat_compile import Code, compiled_by_inductor, forgetter, hook_compiled_graphs
 from ..core.progress import clock
 from ..kernels.runtime import cpu_graph
 from .cpu_integers import taken_out

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..core.compat_generated import Code, observed
+from ..core.compat_compile import Code, observed
 from ..kernels.runtime import cpu_graph
 from ..tensor.mxtensor import MXTensor
 

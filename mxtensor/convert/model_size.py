@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.arguments import MODULE, check
+from ..core.compat import local_of
 from ..core.explain import text_table
-from ..core.local import local_of
 from ..core.names import dtype_name
 from ..tensor.mxtensor import MXTensor
 from ..training.training_weight import TrainingWeight
-from .heads import heads
-from .weights import KINDS
+from .weights import KINDS, heads
 
 _log = logging.getLogger("mxtensor")
 

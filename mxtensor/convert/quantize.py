@@ -11,10 +11,9 @@ from ..core.peer_names import refuse_arguments
 from ..tensor.mxtensor import MXTensor
 from .changes import ModuleT, check_replicas, check_shards, checked_changes, convert
 from .configs import Config, choose, config_and_step
-from .heads import warn_of_no_head
 from .model_size import warn_of_unquantized
 from .steps import run_step
-from .weights import FilterFn, by_tensor_parallelism, modules_of_autocast, unknown_experts
+from .weights import FilterFn, by_tensor_parallelism, modules_of_autocast, unknown_experts, warn_of_no_head
 
 
 def quantize_(

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .compat_modules import level_outside
+from .compat_hooks import level_outside
 from .names import dtype_name
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -6,14 +6,23 @@ what happens where this torch has no such place. All were seen in torch 2.11, 2.
 
 from __future__ import annotations
 
+import ctypes
+import dis
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
+from itertools import count
+from threading import RLock
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Function = Callable[..., Any]
 
@@ -309,3 +318,269 @@ def hook_guards(kind: type) -> bool:
 
     guards.GuardManagerWrapper.find_tag_safe_roots = find_tag_safe_roots  # type: ignore[method-assign]
     return True
+
+
+# ---------------------------------- ways to have Dynamo compile one function that ``torch.compile`` has no options for
+
+# As in ``compat_compile``: nothing is changed when this file is imported. Seen in torch 2.11 and 2.13.
+
+Function = Callable[..., Any]
+
+
+def compiled_alone(function: Any, **options: Any) -> Function:
+    """``torch.compile(function, fullgraph=True, **options)`` with graphs that no other call of this takes.
+
+    Dynamo looks for a graph by the code that it compiled. Where guards are skipped, another model of the same class
+    would get this one's graph. By the name of the code it notes which sizes differ from call to call, and compiles for
+    any: those of another model would count. torch 2.13 has ``torch.compile(isolate_recompiles=True)`` for the graphs,
+    torch 2.11 nothing.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    return torch.compile(own, fullgraph=True, **options)
+
+
+_numbers = count()
+
+
+@cache
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What a function of ``torch.compile(fullgraph=True)`` raises if it cannot be compiled, before any of it has run.
+
+    No public name tells these from errors of the function. Missing: they are raised as others are.
+    """
+    names = "Unsupported", "BackendCompilerFailed", "InternalTorchDynamoError", "TorchRuntimeError", "UserError"
+    found = (getattr(import_module("torch._dynamo.exc"), name, None) for name in (*names, _LIMIT))
+    return tuple(kind for kind in found if kind is not None)
+
+
+_LIMIT = "FailOnRecompileLimitHit"
+
+
+def exceeds_limit(error: Exception) -> bool:
+    """Whether torch refuses to compile one more graph of a function; those that it has can still be called."""
+    return type(error).__name__ == _LIMIT
+
+
+_symbols = RLock()
+
+
+@contextmanager
+def traced_as_symbols(names: str) -> Iterator[None]:
+    """Dynamo takes integers whose names match this regular expression to be different in each call, and compiles no
+    graph for their first value.
+
+    It has no such option for one function, only ``torch.compiler.config.dynamic_sources`` for all: one thread at a time
+    changes that. Missing: nothing happens, and there is one graph more.
+    """
+    config = torch.compiler.config
+    with _symbols:
+        before = getattr(config, "dynamic_sources", None)
+        if before is None:
+            yield
+            return
+        config.dynamic_sources = f"{before},{names}" if before else names
+        try:
+            yield
+        finally:
+            config.dynamic_sources = before
+
+
+def size_hint(number: Any) -> int:
+    """The size that a SymInt had where torch began to trace, without a guard; a size that is known, as it is.
+
+    torch has no public question without a guard in both 2.11 and 2.13. Missing (no hint): ``int``, which is a guard.
+    """
+    hint = None if type(number) is int else getattr(getattr(number, "node", None), "hint", None)
+    return int(number if hint is None else hint)
+
+
+# ---------- the keys of torch's caches of compiled graphs on disk: what a key must know of tensors inside other tensors
+
+# Two caches have such keys. AOTAutograd's key pickles the graph of Dynamo and its inputs, which may be subclasses;
+# Inductor's key pickles the graph that is left when AOTAutograd has taken them apart. As in ``compat_hooks``: nothing
+# is changed when this file is imported, and each function says why no public API does it. Seen in torch 2.11 and 2.13.
+
+PACKAGE = __name__.partition(".")[0].encode()
+"""What is in the pickled graph of each program with an op, a class or a function of the package."""
+
+
+def hook_cache_keys(state: Callable[[], Any]) -> bool:
+    """Let the keys of both caches tell graphs apart by all that this package changes. True if torch has the places.
+
+    - Tensors inside a subclass are part of the key, at any depth. A ``DTensor`` hashes its sharding only, so that
+      torch took a graph for one over plain tensors also for one over quantized tensors, and wrote codes as values.
+    - A graph that names this package has ``state()`` in its key: the version of the package and its settings, by which
+      ops are lowered.
+    - torch 2.11 does not ask ``_stable_hash_for_caching``, which is the public way to be in the key; here it does.
+
+    The key of a graph without this package stays what it is, unless subclasses of others are inside of subclasses.
+    Missing: the cache of AOTAutograd is not used, so that no program finds a wrong graph.
+    """
+    module = sys.modules["torch._functorch._aot_autograd.autograd_cache"]
+    of_aot: Any = getattr(module, "AOTAutogradCachePickler", None)
+    if not isinstance(of_aot, type) or not issubclass(of_aot, pickle.Pickler):
+        _use_no_cache()
+        return False
+    usual = getattr(of_aot, "reducer_override", None)
+
+    def reducer_override(self: Any, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or type(obj) is Tensor:
+            return NotImplemented if usual is None else usual(self, obj)
+        return _key_of(obj, NotImplemented if usual is None else usual(self, obj))
+
+    of_aot.reducer_override = reducer_override  # type: ignore[method-assign]
+    kind: Any
+    for kind in of_aot.__mro__:  # the pickler of Inductor's keys, of which AOTAutograd's is a subclass
+        if "dumps" in vars(kind):
+            kind.dumps = _with_state(vars(kind)["dumps"], state)
+            return True
+    _use_no_cache()
+    return False
+
+
+def _key_of(t: Tensor, usual: Any) -> Any:
+    """What is pickled of a subclass: torch's own key, and the wrapper subclasses inside, each of which is reduced in
+    turn. NotImplemented: torch pickles its attributes, among which are the tensors inside."""
+    if usual is NotImplemented and hasattr(t, "_stable_hash_for_caching"):
+        usual = str, (t._stable_hash_for_caching(),)
+    if usual is NotImplemented or not is_traceable_wrapper_subclass(t):
+        return usual
+    names, _ = t.__tensor_flatten__()
+    inside = [(name, getattr(t, name)) for name in names]
+    wrappers = [(name, inner) for name, inner in inside if is_traceable_wrapper_subclass(inner)]
+    if not wrappers:
+        return usual
+    function, arguments, *_ = usual
+    return _key, (type(t).__qualname__, getattr(function, "__name__", ""), arguments, wrappers)
+
+
+def _key(*components: Any) -> Any:
+    """The name under which the parts of a key are pickled; no key is ever unpickled."""
+    return components
+
+
+def _with_state(dumps: Callable[[Any, Any], bytes], state: Callable[[], Any]) -> Callable[[Any, Any], bytes]:
+    @wraps(dumps)
+    def dumped(self: Any, obj: Any) -> bytes:
+        pickled = dumps(self, obj)
+        return pickled + repr(state()).encode() if PACKAGE in pickled else pickled
+
+    return dumped
+
+
+def _use_no_cache() -> None:
+    settings = torch._functorch.config
+    if hasattr(settings, "enable_autograd_cache"):
+        settings.enable_autograd_cache = False
+
+
+# ------------------------------- the code that Inductor generates for a graph on a CPU: where it is, and what it calls
+
+# As in ``compat_compile``: nothing is changed when this file is imported. Seen in torch 2.11 and 2.13.
+
+Code = Callable[[list[Any]], Any]
+
+_ALLOCATES = ("empty_strided_cpu",)
+_CALLS_OPS = ("torch", "aten", "extern_kernels", "inductor_ops", "alloc_from_pool", "reinterpret_tensor")
+"""Names that generated code calls ops of torch by, and one that makes a view."""
+_CHECKS = ("assert_size_stride", "assert_alignment")
+
+
+def compiled_by_inductor(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """What ``torch.compile`` makes of a graph with its backend "inductor".
+
+    A backend of one's own that changes what Inductor returns has no public way to call it. Missing: ImportError.
+    """
+    from torch._dynamo import lookup_backend
+
+    compiled: Callable[..., Any] = lookup_backend("inductor")(module, inputs)
+    return compiled
+
+
+def forgetter(module: torch.fx.GraphModule) -> Callable[[], None]:
+    """A function that drops the weak references to inputs which torch makes while it compiles this graph; call it when
+    torch has compiled it.
+
+    ``torch.utils.swap_tensors``, and so ``model.to()``, refuses a quantized parameter that has a weak reference. torch
+    2.13 does this for its own backends; for others only if a setting of the whole process says so
+    (``torch._dynamo.config.invalidate_compile_context_weakrefs``). Missing: nothing happens, and ``model.to()`` raises.
+    """
+    context: Any = torch._guards.TracingContext.try_get()
+    values = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
+    modes = {
+        id(mode): mode for holder in (context, *values) if (mode := getattr(holder, "fake_mode", None)) is not None
+    }
+    found = [getattr(context, "tensor_to_context", None)]
+    for mode in modes.values():  # of the backend, and of the code that was traced
+        converter = getattr(getattr(mode, "fake_tensor_converter", None), "meta_converter", None)
+        found += (
+            getattr(getattr(converter, "describer", None), name, None) for name in ("lookup_tensor", "lookup_storage")
+        )
+
+    def forget() -> None:
+        for references in found:
+            if references is not None:
+                references.clear()
+
+    return forget
+
+
+def hook_compiled_graphs(change: Callable[[Code, Collection[int]], Code]) -> bool:
+    """Let ``change(code, mutated)`` give what runs in the place of the generated code of each compiled graph, also of
+    one from torch's caches. ``code`` takes the list of inputs, which it clears, and returns the outputs; ``mutated``
+    are the places of inputs that it writes to. True if this Inductor has the place.
+
+    Inductor wraps code so for CUDA graphs only. Missing: nothing is changed, and generated code runs as it is.
+    """
+    from torch._inductor import output_code
+
+    kind: Any = getattr(output_code, "CompiledFxGraph", None)
+    usual = getattr(kind, "post_compile", None)
+    if usual is None:
+        return False
+
+    @wraps(usual)
+    def post_compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        usual(self, *args, **kwargs)
+        code, mutated = (getattr(self, name, None) for name in ("current_callable", "mutated_input_idxs"))
+        if callable(code) and mutated is not None:
+            self.current_callable = change(code, mutated)
+
+    kind.post_compile = post_compile
+    return True
+
+
+def address_of(function: Any) -> int | None:
+    """The address of the C++ kernel behind the Python function that Inductor made of it; None for anything else."""
+    module = getattr(function, "__self__", None)
+    path, name = getattr(module, "__file__", None), getattr(function, "__name__", None)
+    if path is None or name != "kernel":
+        return None
+    found = getattr(ctypes.CDLL(path), name, None)
+    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value
+
+
+def observed(code: Code, kernel: Callable[[Any, int], Any], allocation: Callable[[Any], Any]) -> Code | str:
+    """A copy of generated code that calls ``kernel(function, address)`` in the place of each C++ kernel, and
+    ``allocation(function)`` in that of each function that allocates memory. All else that it calls is an op of torch.
+
+    If it may call something else: what it is.
+    """
+    owner = code.__self__ if isinstance(code, MethodType) else None
+    function = code.__func__ if isinstance(code, MethodType) else code
+    if not isinstance(function, FunctionType):
+        return f"{type(code).__name__} is not generated code"
+    names = dict(function.__globals__)
+    used = (one.argval for one in dis.get_instructions(function) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    for name in dict.fromkeys(used):
+        value = names.get(name)
+        address = address_of(value)
+        if address is not None:
+            names[name] = kernel(value, address)
+        elif name in _ALLOCATES:
+            names[name] = allocation(value)
+        elif name not in (*_CALLS_OPS, *_CHECKS) and not isinstance(value, Tensor):
+            return f"generated code calls {name}"
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    return copy if owner is None else MethodType(copy, owner)

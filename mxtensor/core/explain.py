@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .arguments import FLAG, check
-from .compat_dynamo import size_hint
+from .compat_compile import size_hint
 from .kernel import Spec, describe_operand
 from .scopes import Scopes
 

@@ -16,7 +16,7 @@ import torch
 from ..compile.cpu_graphs import CpuGraph, ReplacedError, backend, kind_of
 from ..compile.cpu_recording import joined, same
 from ..core.arguments import described
-from ..core.compat_dynamo import compiled_alone, compiler_errors, exceeds_limit, traced_as_symbols
+from ..core.compat_compile import compiled_alone, compiler_errors, exceeds_limit, traced_as_symbols
 from ..core.progress import clock
 from ..core.tracing import is_traced
 

@@ -35,9 +35,9 @@ from ..checkpoints.names import (
     tied_to_embeddings,
 )
 from ..checkpoints.store import opened
-from ..convert.heads import heads
-from ..convert.instance_methods import show_format
-from ..core.local import is_sharded, local_of
+from ..convert.changes import show_format
+from ..convert.weights import heads
+from ..core.compat import is_sharded, local_of
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.prepared_linear import SCALE, StaticInputLinear, has_static_inputs

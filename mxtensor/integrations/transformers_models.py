@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.compat import local_of
 from ..core.compat_hooks import around, hook_method
-from ..core.local import local_of
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import with_recipe

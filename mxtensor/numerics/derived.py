@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.staying import staying
+from ..core.devices import staying
 from ..core.tracing import is_captured, is_traced
 
 # -------------------------------------------------------------------------------- the layout of scales for tensor cores

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.huge_pages import request_huge_pages
+from ..core.devices import request_huge_pages
 from ..core.shapes import layout
 from .elements import pack, unpack
 from .formats import Format

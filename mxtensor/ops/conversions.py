@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.compat_hooks import distributed_caller
-from ..core.compat_modules import filler
+from ..core.compat_hooks import distributed_caller, filler
 from ..core.dispatch import implements, implements_function
 from ..kernels.quantize.choose_cast import dequantize_operand
 from ..numerics.reference import SOURCE_DTYPES

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert.heads import is_lookup
+from ..convert.weights import is_lookup
 from ..core.arguments import MODULE, TENSOR, TEXT, Kind, check, described, instance
 from ..core.called_layers import Copies, in_evaluation, layers_are_called, with_fresh_cache
 from ..tensor.mxtensor import MXTensor

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ..core.arguments import COUNT, INTEGER, MODULE, TEXT, Kind, check, optional
 from ..core.autograd import without_autocast
+from ..core.compat import local_of
 from ..core.explain import LOGS, text_table
-from ..core.local import local_of
 from ..core.shapes import as_matrix
 from ..kernels.operands import Form
 from ..kernels.quantize.choose_cast import dequantize_operand

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.compat_modules import can_be_data
+from ..core.compat_hooks import can_be_data
 from .mxtensor import MXTensor
 
 

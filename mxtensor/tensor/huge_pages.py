@@ -1,11 +1,11 @@
-"""Codes and scales of weights on a CPU in pages of 2 MB: ``core/huge_pages.py`` for MXTensors."""
+"""Codes and scales of weights on a CPU in pages of 2 MB: ``core/devices.py`` for MXTensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from ..core.huge_pages import move_to_huge_pages
+from ..core.devices import move_to_huge_pages
 from .mxtensor import MXTensor
 
 

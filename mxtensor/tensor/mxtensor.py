@@ -20,8 +20,7 @@ from torch import Tensor
 from ..core.arguments import check, described
 from ..core.autograd import dequantize_with_gradient
 from ..core.compat import disable_subclass_torch_function, make_wrapper_subclass
-from ..core.compat_cache_keys import hook_cache_keys
-from ..core.compat_compile import hook_guards, hook_unwrapping
+from ..core.compat_compile import hook_cache_keys, hook_guards, hook_unwrapping
 from ..core.dispatch import FALLBACK, FUNCTION_TABLE, OP_TABLE
 from ..core.fingerprint import compilation_state
 from ..core.names import dtype_name

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from torch import Tensor
 
-from ..core.local import is_sharded
+from ..core.compat import is_sharded
 from ..numerics.formats import Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from .mxtensor import MXTensor

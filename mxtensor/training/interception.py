@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.autograd import autocast_dtype
-from ..core.compat import disable_subclass_torch_function, disable_torch_function
+from ..core.compat import disable_subclass_torch_function, disable_torch_function, is_sharded
 from ..core.compat_compile import let_dynamo_intercept
 from ..core.compat_hooks import attention_over
-from ..core.local import is_sharded
 from ..core.when_imported import after_import
 from ..ops.bodies import BODIES, on_components
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe

@@ -23,9 +23,9 @@ from ..core.compat import (
     is_batched_gradient,
     is_exporting,
     is_jit_tracing,
+    is_sharded,
     nonstrict_trace,
 )
-from ..core.local import is_sharded
 from ..core.names import dtype_name
 from ..core.repeated import may_repeat, repeated
 from ..core.select import dispatch_context, forced_kernel, restore_context

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.arguments import FUNCTION, NUMBER, Kind, check, described, instance, optional
-from ..core.local import local_of, sharded_like
+from ..core.compat import local_of, sharded_like
 from ..tensor.mxtensor import MXTensor
 from .training_weight import values_of
 

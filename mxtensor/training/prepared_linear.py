@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.autograd import autocast_dtype, without_autocast
-from ..core.compat import is_jit_tracing
-from ..core.local import is_sharded, local_of, sharded_like
+from ..core.compat import is_jit_tracing, is_sharded, local_of, sharded_like
 from ..core.shapes import as_matrix, over_rows, rows_of
 from ..kernels.gemm.select import gemm
 from ..kernels.gemm.spec import GemmArgs

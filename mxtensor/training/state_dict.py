@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.arguments import described, quantized_by
+from ..core.compat import local_of, sharded_like
 from ..core.compat_hooks import hook_model_state_dicts
-from ..core.local import local_of, sharded_like
 from ..core.when_imported import after_import
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as

@@ -23,19 +23,18 @@ from ..core.autograd import count_writes, mode_of_views
 from ..core.compat import (
     disable_subclass_torch_function,
     in_backward,
+    local_of,
     make_wrapper_subclass,
     return_and_correct_aliasing,
     tree_flatten,
     tree_map_only,
 )
 from ..core.compat_compile import hook_tangents
-from ..core.compat_hooks import hook_staging, let_optimizers_take, let_weights_answer
-from ..core.compat_modules import filler
+from ..core.compat_hooks import filler, hook_staging, let_optimizers_take, let_weights_answer
 from ..core.dispatch import is_strict, written
 from ..core.explain import record
 from ..core.fingerprint import compilation_state
 from ..core.kernel import Spec
-from ..core.local import local_of
 from ..core.scopes import Scopes
 from ..core.tracing import is_traced
 from ..core.when_imported import PENDING, after_import, install_pending, when_imported

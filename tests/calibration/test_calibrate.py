@@ -218,10 +218,10 @@ def test_layers_of_one_input_are_a_group_in_the_order_of_their_calls():
     m = Branches()
     layers = [m.unused, m.down, m.up, m.gate]
     groups = groups_of(layers, lambda: m(torch.randn(3, 32)))
-    assert [group.layers for group in groups] == [[m.gate, m.up], [m.down], [m.unused]]
-    assert [group.once for group in groups] == [True, True, False]
+    assert [group for group, _ in groups] == [[m.gate, m.up], [m.down], [m.unused]]
+    assert [once for _, once in groups] == [True, True, False]
     twice = groups_of(layers, lambda: m(m(torch.randn(3, 32))))
-    assert [group.layers for group in twice] == [[m.gate, m.up], [m.down], [m.unused]] and not twice[0].once
+    assert [group for group, _ in twice] == [[m.gate, m.up], [m.down], [m.unused]] and not twice[0][1]
     found, out = inputs_of([m.gate, m.up], lambda: m(torch.ones(3, 32)), stop=True)
     assert out is None and found[m.gate][0] is found[m.up][0]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import mxtensor as mx
 from mxtensor.calibration.blocks import Stream
-from mxtensor.calibration.sensitivity import Candidate, Sums, errors_of_model
+from mxtensor.calibration.planner import Candidate, Sums, errors_of_model
 from tests.helpers.calibration_model import FORMS, Stopped, batches, model
 
 FORMATS = ("mxfp4-weight-only", "mxfp6_e2m3-weight-only")

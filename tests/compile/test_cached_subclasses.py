@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd import autograd_cache
 from torch.distributed.tensor import DTensor, Replicate
 
 import mxtensor as mx
-from mxtensor.core import compat_cache_keys, fingerprint
+from mxtensor.core import compat_compile, fingerprint
 from mxtensor.recipe import MXFP4BlockScaling, MXFP8BlockScaling
 from mxtensor.training.training_weight import TrainingWeight
 
@@ -218,7 +218,7 @@ def other_torch(monkeypatch):
     def install(pickler):
         module = SimpleNamespace() if pickler is None else SimpleNamespace(AOTAutogradCachePickler=pickler)
         monkeypatch.setitem(sys.modules, "torch._functorch._aot_autograd.autograd_cache", module)
-        return compat_cache_keys.hook_cache_keys(lambda: "state")
+        return compat_compile.hook_cache_keys(lambda: "state")
 
     with torch._functorch.config.patch(enable_autograd_cache=True):
         yield install

@@ -13,7 +13,7 @@ from torch import nn
 import mxtensor as mx
 from mxtensor.compile import cpu_graphs
 from mxtensor.compile.cpu_graphs import ReplacedError, backend
-from mxtensor.core import compat_generated
+from mxtensor.core import compat_compile
 from mxtensor.kernels.attention.cpu_attention import attention_of_values
 from mxtensor.kernels.runtime import cpu_graph
 
@@ -538,4 +538,4 @@ def test_code_that_may_call_something_else_is_not_recorded():
         return (torch.sin(args[0]), gc.get_count())
 
     for given, why in ((code, "generated code calls gc"), (len, "builtin_function_or_method is not generated code")):
-        assert compat_generated.observed(given, lambda function, address: function, lambda function: function) == why
+        assert compat_compile.observed(given, lambda function, address: function, lambda function: function) == why

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.convert.heads import mlp_gates
+from mxtensor.convert.weights import mlp_gates
 
 H, F, E = 64, 96, 4
 

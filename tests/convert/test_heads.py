@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.convert.heads import heads
+from mxtensor.convert.weights import heads
 from tests.helpers.compare import same_bytes
 
 FORMATS = ("mxfp8", "mxfp4-weight-only", "nvfp4-weight-only", "mxfp6_e2m3-weight-only", "float8_e4m3_row")

@@ -22,13 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mxtensor
-from mxtensor.core import compat, compat_compile, compat_generated, compat_hooks
+from mxtensor.core import compat, compat_compile, compat_hooks
 from mxtensor.core.when_imported import install_pending
 from mxtensor.ops import conversions as convert
 
 PACKAGE = Path(mxtensor.__file__).parent
-NAMES = ("compat", "compat_hooks", "compat_compile", "compat_cache_keys", "compat_dynamo", "compat_generated",
-         "compat_modules")  # fmt: skip
+NAMES = ("compat", "compat_hooks", "compat_compile")
 COMPAT = tuple(f"core/{name}.py" for name in NAMES)
 SOURCES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 OUTSIDE = {name: tree for name, tree in SOURCES.items() if name not in COMPAT}
@@ -822,7 +821,7 @@ WITHOUT = [
     ("torch._functorch._aot_autograd.runtime_wrappers", "runtime_unwrap_tensor_subclasses",
      lambda: compat_compile.hook_unwrapping(mxtensor.MXTensor)),
     ("torch._inductor.output_code", "CompiledFxGraph",
-     lambda: compat_generated.hook_compiled_graphs(lambda code, mutated: code)),
+     lambda: compat_compile.hook_compiled_graphs(lambda code, mutated: code)),
     ("torch.distributed.checkpoint._state_dict_stager:StateDictStager", "_offload_tensor",
      lambda: compat_hooks.hook_staging(nn.Parameter)),
     ("torch.distributed.checkpoint.state_dict", "_get_fqns", lambda: compat_hooks.hook_model_state_dicts(list)),

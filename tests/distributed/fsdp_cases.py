@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
 import mxtensor.te as te
-from mxtensor.core.local import local_of, sharded_like
+from mxtensor.core.compat import local_of, sharded_like
 from mxtensor.core.select import forced_kernel
 from mxtensor.recipe import (
     CustomRecipe,

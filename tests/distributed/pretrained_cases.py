@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import mxtensor as mx
-from mxtensor.core.local import local_of
+from mxtensor.core.compat import local_of
 from tests.distributed.parallel_cases import error
 from tests.helpers.ranks import DEVICE, WORLD, long_case
 

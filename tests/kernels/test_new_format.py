@@ -76,7 +76,7 @@ def test_the_triton_casts_agree_with_the_definition(format, dtype):
         rounded, _ = triton_rows.fake_quantize(x, cast, torch.bfloat16)
         assert_same_values(rounded, decode_local(operand).to(torch.bfloat16))
         if not format.rows_are_blocked:
-            rowwise, columnwise = triton_columns.quantize_both(x, cast)
+            rowwise, columnwise = triton_columns.pair(x, cast)
             assert_same_operand(rowwise, operand)
             assert_same_operand(columnwise, encode(x.t(), cast))
 

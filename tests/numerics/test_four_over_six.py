@@ -187,7 +187,7 @@ def test_kernels_that_cannot_choose_refuse():
         assert cpu_casts._refuses_quantize(spec, x, cast) == cast.why_not_plain
         assert triton_rows.refuses_quantize(spec, x, cast) == cast.why_not_plain
         assert triton_columns.refuses_both(spec, x, cast) == cast.why_not_plain
-        assert triton_rows.refuses_fake_quantize(spec, x, cast, x.dtype) == cast.why_not_plain
+        assert triton_rows.refuses_quantize(spec, x, cast, x.dtype) == cast.why_not_plain
         forms = Form.VALUES, Form.VALUES
         assert triton_columns.refuses_pair(spec, x, cast, *forms, x.dtype, None, None) == cast.why_not_plain
     assert Cast.of("nvfp4").why_not_plain is None

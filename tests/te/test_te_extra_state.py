@@ -14,7 +14,7 @@ import torch
 import mxtensor as mx
 import mxtensor.te as te
 from mxtensor.recipe import DelayedScaling, Format
-from mxtensor.te.product_state import product_states
+from mxtensor.te.extra_state import product_states
 
 EMPTY = torch.empty(0, dtype=torch.uint8)
 STEPS = 6

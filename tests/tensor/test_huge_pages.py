@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.core import huge_pages
-from mxtensor.core.huge_pages import PAGE, request_huge_pages
+from mxtensor.core import devices
+from mxtensor.core.devices import PAGE, request_huge_pages
 from mxtensor.tensor.huge_pages import use_huge_pages
 
 
@@ -19,9 +19,9 @@ def asked(monkeypatch):
         calls.extend((page, advice) for page in range(first, first + count))
         return True
 
-    monkeypatch.setattr(huge_pages, "_advise", lambda: advise)
-    monkeypatch.setattr(huge_pages, "LEAST", 1 << 20)
-    monkeypatch.delenv(huge_pages.VARIABLE, raising=False)
+    monkeypatch.setattr(devices, "_advise", lambda: advise)
+    monkeypatch.setattr(devices, "LEAST", 1 << 20)
+    monkeypatch.delenv(devices.VARIABLE, raising=False)
     return calls
 
 
@@ -34,7 +34,7 @@ def test_every_page_with_codes_or_scales_is_asked_for_once(asked):
         for byte in (*range(part.data_ptr(), part.data_ptr() + part.nbytes, 4096), part.data_ptr() + part.nbytes - 1)
     }  # fmt: skip
     assert made == len(wanted)
-    for advice in (huge_pages._HUGEPAGE, huge_pages._COLLAPSE):
+    for advice in (devices._HUGEPAGE, devices._COLLAPSE):
         assert sorted(page for page, of in asked if of == advice) == sorted(wanted)
 
 
@@ -46,13 +46,13 @@ def test_new_memory_is_requested_for_the_pages_that_it_has_whole(asked):
         request_huge_pages(part)
         start, end = part.data_ptr(), part.data_ptr() + size
         wanted = [page for page in range(start // PAGE, end // PAGE + 1) if start <= page * PAGE <= end - PAGE]
-        assert asked == [(page, huge_pages._HUGEPAGE) for page in wanted] and wanted
+        assert asked == [(page, devices._HUGEPAGE) for page in wanted] and wanted
     asked.clear()
     request_huge_pages(memory[: 2 * PAGE - 1])
     request_huge_pages(torch.empty(5 * PAGE, dtype=torch.uint8, device="meta"))
     assert asked == []
     codes = mx.quantize(torch.randn(2048, 4096), "mxfp8").components[0]
-    assert (codes.data_ptr() // PAGE + 1, huge_pages._HUGEPAGE) in asked
+    assert (codes.data_ptr() // PAGE + 1, devices._HUGEPAGE) in asked
 
 
 def test_small_models_other_devices_and_plain_tensors_are_left_alone(asked, monkeypatch):
@@ -60,16 +60,16 @@ def test_small_models_other_devices_and_plain_tensors_are_left_alone(asked, monk
     asked.clear()
     assert use_huge_pages([mx.quantize(torch.randn(512, 512), "mxfp8"), torch.randn(4096, 1024)]) == 0
     assert use_huge_pages([large.to("meta")]) == 0
-    monkeypatch.setenv(huge_pages.VARIABLE, "0")
+    monkeypatch.setenv(devices.VARIABLE, "0")
     assert use_huge_pages([large]) == 0 and asked == []
 
 
 def test_it_stops_after_some_seconds_and_leaves_the_rest_to_linux(asked, monkeypatch):
-    monkeypatch.setattr(huge_pages, "SECONDS", -1.0)
+    monkeypatch.setattr(devices, "SECONDS", -1.0)
     weight = mx.quantize(torch.randn(1024, 2048), "mxfp8")
     asked.clear()
     assert use_huge_pages([weight]) == 0
-    assert asked and {advice for _, advice in asked} == {huge_pages._HUGEPAGE}
+    assert asked and {advice for _, advice in asked} == {devices._HUGEPAGE}
 
 
 @pytest.mark.parametrize("load", ["quantize_", "checkpoint"])
@@ -86,7 +86,7 @@ def test_weights_of_a_model_are_asked_for(asked, load, tmp_path):
 
 
 def test_linux_changes_no_value(monkeypatch):
-    monkeypatch.setattr(huge_pages, "LEAST", 1 << 20)
+    monkeypatch.setattr(devices, "LEAST", 1 << 20)
     weight = mx.quantize(torch.randn(2048, 4096), "mxfp8")
     before, places = [part.clone() for part in weight.components], [part.data_ptr() for part in weight.components]
     assert 0 <= use_huge_pages([weight]) <= weight.nbytes // PAGE + 2 * len(places)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mxtensor as mx
-from mxtensor.core.compat_modules import FILLS_MODULES, filler
+from mxtensor.core.compat_hooks import FILLS_MODULES, filler
 from mxtensor.te.optimizers import FusedAdam
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from ...core import custom_ops, recording
-from ...core.devices import cached, device_capability
+from ...core.devices import cached, device_capability, staying
 from ...core.kernel import Spec
-from ...core.staying import staying
 from ...core.tracing import is_traced
 from ..runtime import host_calls
 from ..runtime.cuda_driver import library_of_torch

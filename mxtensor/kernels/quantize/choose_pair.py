@@ -18,7 +18,7 @@ from ...numerics.reference import check_source, tensor_amax
 from ..operands import FakeQuantized, Form, GemmOperand, RowOperand
 from . import cuda_both, definition, to_row_scaled_both, triton_ops
 from .choose_cast import cast_spec, fake_quantize, fake_quantized, quantize_operand
-from .to_row_scaled_both import why_not_both, why_not_groups, why_not_rows_first
+from .to_row_scaled_both import why_not_both, why_not_rows_first
 from .triton_common import refuses as triton_refuses
 
 # ---------------------------------------------------------------------------------------------- two casts
@@ -155,9 +155,9 @@ def cast_groups(
     check_source(x)
     x = x.resolve_neg()
     spec = cast_spec("cast groups", x, cast)
-    if triton_refuses(spec) is not None or why_not_groups(x, cast, groups) is not None:
+    if triton_refuses(spec) is not None or why_not_both(x, cast, groups) is not None:
         return None
-    return perform((to_row_scaled_both.GROUPS,), spec, x, cast, groups, rowwise)  # type: ignore[no-any-return]
+    return perform((to_row_scaled_both.GROUPS,), spec, x, cast, rowwise, groups)  # type: ignore[no-any-return]
 
 
 def cast_rows_first(x: Tensor, cast: Cast) -> tuple[RowOperand, Tensor] | None:

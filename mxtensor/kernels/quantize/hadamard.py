@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import recording
-from ...core.staying import staying
+from ...core.devices import staying
 from ...core.tracing import is_traced
 from ...numerics.cast import Cast
 from ...numerics.operand import Rotated

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.quantize.to_row_scaled import constants_of
+from mxtensor.kernels.quantize.to_row_scaled import row_code
 from mxtensor.kernels.quantize.triton_common import code_of
 from mxtensor.kernels.runtime import triton_launch
 from tests.helpers import ptx
@@ -36,7 +36,7 @@ def words_of_shifts(name, monkeypatch):
     a row out of range."""
     monkeypatch.setattr(triton_launch, "instructions_of", lambda device: (9, 0))
     cast, device = mx.Cast.of(name), torch.device("cpu")
-    code, constants = code_of(cast, device), constants_of(cast.format.element, device)
+    code, constants = code_of(cast, device), row_code(cast.format.element, (9, 0))
     assert code.float8
 
     stored, row_exponents = (

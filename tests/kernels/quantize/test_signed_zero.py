@@ -77,7 +77,7 @@ def test_zeros_of_every_origin(largest, other, name, quantize, dtype):
 @each_dtype
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py's")
 def test_the_columnwise_copy(dtype):
-    rowwise, columnwise = triton_columns.quantize_both(scaled_by_one(dtype), Cast.of("nvfp4"))
+    rowwise, columnwise = triton_columns.pair(scaled_by_one(dtype), Cast.of("nvfp4"))
     oracle.check(rowwise, scaled_by_one(dtype))
     oracle.check(columnwise, scaled_by_one(dtype).t())
     oracle.check(mx.quantize(scaled_by_one(dtype), "nvfp4", orientation="both").columnwise, scaled_by_one(dtype).t())

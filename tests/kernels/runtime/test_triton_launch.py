@@ -228,7 +228,7 @@ def test_casts_refuse_what_no_triton_kernel_runs(pretend):
     sentence = "Triton needs sm80, this device is sm70"
     assert triton_rows.refuses_quantize(spec(), x, cast) == sentence
     assert triton_columns.refuses_both(spec(), x, cast) == sentence
-    assert triton_rows.refuses_fake_quantize(spec(), x, cast, torch.bfloat16) == sentence
+    assert triton_rows.refuses_quantize(spec(), x, cast, torch.bfloat16) == sentence
     operand = Operand(torch.zeros(8, 64), torch.zeros(8, 2), None, cast.format, (8, 64))
     assert triton_rows.refuses_dequantize(spec(), operand, torch.bfloat16) == sentence
 
@@ -238,9 +238,9 @@ def test_casts_accept_every_format_and_dtype_but_float64(pretend):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert triton_rows.refuses_quantize(spec(dtype=dtype), x, Cast.of("mxfp8")) is None
         assert triton_columns.refuses_both(spec(dtype=dtype), x, Cast.of("nvfp4")) is None
-        assert triton_rows.refuses_fake_quantize(spec(dtype=dtype), x, Cast.of("float8_row"), dtype) is None
+        assert triton_rows.refuses_quantize(spec(dtype=dtype), x, Cast.of("float8_row"), dtype) is None
     assert triton_rows.refuses_quantize(spec(dtype=torch.float64), x, Cast.of("mxfp8")) == "not for float64"
-    reason = triton_rows.refuses_fake_quantize(spec(), x, Cast.of("mxfp8"), torch.float64)
+    reason = triton_rows.refuses_quantize(spec(), x, Cast.of("mxfp8"), torch.float64)
     assert reason == "not for float64"
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from mxtensor.core.compat_dynamo import compiled_alone, compiler_errors, exceeds_limit, size_hint, traced_as_symbols
+from mxtensor.core.compat_compile import compiled_alone, compiler_errors, exceeds_limit, size_hint, traced_as_symbols
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
