@@ -20,6 +20,22 @@ ON_GPUS = {"ranks", "on_their_device"}
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
+
+from tests.helpers.machine import (  # noqa: E402, F401  (fixtures; imports the package, which may import triton)
+    bars_at_once,
+    cuda,
+    cuda_sources_on_the_cpu,
+    device,
+    no_compiler,
+    own_cache,
+    pretend,
+    profiled,
+    recorded_on_a_cpu,
+    threads,
+    triton_anywhere,
+    with_triton,
+)
+
 torch.set_num_threads(1)
 gc.set_threshold(20_000, 10, 50)  # thousands of test items live as long as the process: look through them rarely
 

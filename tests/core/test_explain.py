@@ -360,9 +360,8 @@ def test_a_timer_of_a_cpu_reads_the_wall():
 
 @pytest.fixture
 def small_logs(monkeypatch):
-    monkeypatch.setattr(explain, "MAX_ENTRIES", 20)
-    monkeypatch.setattr(explain, "MAX_LINES", 3)
-    monkeypatch.setattr(explain, "MAX_PENDING", 8)
+    for name, most in {"MAX_ENTRIES": 20, "MAX_LINES": 3, "MAX_PENDING": 8, "MAX_REASONS": 5}.items():
+        monkeypatch.setattr(explain, name, most)
 
 
 def test_a_log_that_is_left_open_is_bounded_and_counts_all(small_logs):
@@ -392,8 +391,7 @@ def test_a_log_of_ever_new_kinds_is_bounded_too(small_logs):
     assert sum(int(line.split()[0]) for line in log.table().splitlines()[2:-1]) == 23
 
 
-def test_reasons_of_a_line_are_bounded(small_logs, monkeypatch):
-    monkeypatch.setattr(explain, "MAX_REASONS", 5)
+def test_reasons_of_a_line_are_bounded(small_logs):
     with mx.explain() as log:
         for i in range(100):
             explain.record(spec(), "k", {"a": f"reason {i}"})

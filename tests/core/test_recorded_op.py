@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.core import repeated
 from mxtensor.core.repeated import KINDS, recorded
 from mxtensor.kernels.operands import RowOperand
 from mxtensor.kernels.quantize.to_row_scaled_both import rows_of_both
@@ -14,12 +13,7 @@ from tests.helpers.stand_in import BF16
 CAST = ("rceil", "nearest", None, 0.0)
 
 
-@pytest.fixture(autouse=True)
-def of_the_cpu(monkeypatch):
-    KINDS.clear()
-    monkeypatch.setattr(repeated, "DEVICES", {"cpu"})
-    yield
-    KINDS.clear()
+pytestmark = pytest.mark.usefixtures("recorded_on_a_cpu")
 
 
 def programs():

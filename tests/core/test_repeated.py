@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
-from mxtensor.core import devices, repeated
 from mxtensor.core.repeated import KINDS
 from mxtensor.kernels.gemm import select
-from mxtensor.kernels.runtime import host_calls, nvrtc
+from mxtensor.kernels.runtime import host_calls
 from mxtensor.kernels.small_m import launch
 from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.numerics.operand import Operand
@@ -30,18 +29,22 @@ ONE_LAUNCH = LaunchConfig(1, 1, 1, 4, 4, 3, 1, 1, True, persistent=1)
 OF_GROUPS = ONE_LAUNCH._replace(persistent=0)
 
 
+class Launches(list):
+    """The addresses of each launch that a program made. ``config``: the launch config of products."""
+
+    config = ONE_LAUNCH
+
+
 @pytest.fixture
-def launches(monkeypatch):
-    """Products of few rows run on the CPU, by one launch; the addresses of launches that a program made."""
-    monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
-    monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
-    monkeypatch.setattr(launch, "choose_config", lambda *args: ONE_LAUNCH)
+def launches(device, cuda_sources_on_the_cpu, monkeypatch):
+    """Products of few rows run on the CPU."""
+    device((9, 0))
+    calls = Launches()
+    monkeypatch.setattr(launch, "choose_config", lambda *args: calls.config)
     launch.resolve.cache_clear()
     for name in ("GEMM", "GROUPED"):
         here = (replace(k, device=None) if k.name == "small_m" else k for k in getattr(select, name))
         monkeypatch.setattr(select, name, tuple(here))
-    calls = []
 
     def packed(steps, bases):
         run = cuda_on_cpu.packed_steps(steps, bases)
@@ -237,9 +240,8 @@ SEVERAL_LAUNCHES = {
 @needs_compiler
 @pytest.mark.parametrize("kind", SEVERAL_LAUNCHES)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8-weight-only", "nvfp4"])
-def test_a_product_of_several_kernels_is_one_launch_of_a_program(name, kind, launches, monkeypatch):
-    config, rows, k = SEVERAL_LAUNCHES[kind]
-    monkeypatch.setattr(launch, "choose_config", lambda *args: config)
+def test_a_product_of_several_kernels_is_one_launch_of_a_program(name, kind, launches):
+    launches.config, rows, k = SEVERAL_LAUNCHES[kind]
     linear = mx.quantize_(torch.nn.Linear(k, 64, bias=False, dtype=torch.bfloat16), name)
     xs = [torch.randn(rows, k).bfloat16() * scale for scale in (1, 100, 1)]
     with torch.no_grad():
@@ -316,8 +318,8 @@ def stack_of(name, activation=None):
 @needs_compiler
 @pytest.mark.parametrize("formats", [("mxfp8", "mxfp8"), ("mxfp4",), ("nvfp4_single_level",)])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_groups_have_the_ends_of_their_call(formats, mode, launches, monkeypatch):
-    monkeypatch.setattr(launch, "choose_config", lambda *args: OF_GROUPS)
+def test_groups_have_the_ends_of_their_call(formats, mode, launches):
+    launches.config = OF_GROUPS
     stack = stack_of(*formats)
     x, choices = torch.randn(5, 320).bfloat16(), [ends_of(2, 0, 3), ends_of(0, 4, 0), ends_of(5, 0, 0)]
     with mode():
@@ -331,8 +333,8 @@ def test_groups_have_the_ends_of_their_call(formats, mode, launches, monkeypatch
 
 
 @needs_compiler
-def test_other_rows_and_strides_of_ends_are_other_kinds(launched, monkeypatch):
-    monkeypatch.setattr(launch, "choose_config", lambda *args: OF_GROUPS)
+def test_other_rows_and_strides_of_ends_are_other_kinds(launches, launched):
+    launches.config = OF_GROUPS
 
     def grouped(x, stack, ends):
         return F.grouped_mm(x, stack.mT, offs=ends)
@@ -363,7 +365,7 @@ def test_other_rows_and_strides_of_ends_are_other_kinds(launched, monkeypatch):
 @pytest.mark.parametrize("weights", [1, 3])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("cast", [("", ""), ("mxfp8_e4m3", "rceil")])
-def test_later_calls_of_an_op_have_the_bits_of_the_first(weights, biased, cast, launches, monkeypatch):
+def test_later_calls_of_an_op_have_the_bits_of_the_first(weights, biased, cast, launches, recorded_on_a_cpu, profiled):
     """The ops are what a compiled graph holds. Each call has other activations, and one in three other weights."""
     one, shared = torch.ops.mxtensor.small_m, torch.ops.mxtensor.small_m_shared
 
@@ -383,17 +385,15 @@ def test_later_calls_of_an_op_have_the_bits_of_the_first(weights, biased, cast, 
     for rows in (1, 3):
         for operands in (first, first, other, first):
             x = torch.randn(rows, 320).bfloat16()
-            monkeypatch.setattr(repeated, "DEVICES", {"cpu"})
             found = call(x, *operands)
-            monkeypatch.setattr(repeated, "DEVICES", set())
-            expected = call(x, *operands)
+            with profiled():
+                expected = call(x, *operands)
             assert all(map(torch.equal, found, expected)) and [y.dtype for y in found] == [torch.float32] * weights
     assert len(launches) == 4
 
 
 @needs_compiler
-def test_an_op_checks_the_first_call_of_each_kind(launches, monkeypatch):
-    monkeypatch.setattr(repeated, "DEVICES", {"cpu"})
+def test_an_op_checks_the_first_call_of_each_kind(launches, recorded_on_a_cpu):
     o, x = mx.quantize(torch.randn(48, 320), "mxfp8").rowwise, torch.randn(2, 320).bfloat16()
 
     def call(scale):
