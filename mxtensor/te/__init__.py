@@ -7,7 +7,7 @@ else in the package imports it. Start with ``linear.py`` and ``module.py`` (one 
     ``contexts.py``, ``optimizers.py``                           autocast, quantized_model_init; FusedAdam
     ``tensor_parallel.py``, ``context_parallel.py``              weights and sequences that are split over ranks
     ``moe.py``                                                   tokens sorted by expert, groups of rows padded
-    ``product_state.py``, ``pickle_reader.py``                   fp8_meta, and the extra states of its checkpoints
+    ``product_state.py``, ``extra_state.py``                     fp8_meta, and the extra states of its checkpoints
 """
 
 import sys as _sys

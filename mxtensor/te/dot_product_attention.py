@@ -36,7 +36,7 @@ from ..core.compat import disable_torch_function
 from .arguments import check_heads, one_of, refuse_others
 from .attention_masks import MASKS, PaddingMask, Window, visible
 from .context_parallel import ContextParallel, set_group_of_attention
-from .product_state import ignore_extra_state
+from .extra_state import ATTENTION, EXTRA_STATE, ignore_keys
 from .tensor_parallel import Parallel, tracker_of
 
 QKV_FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
@@ -135,7 +135,7 @@ class DotProductAttention(nn.Module):
         self.softmax_scale = 1 / math.sqrt(self.channels[0]) if softmax_scale is None else softmax_scale
         self.layer_number = layer_number
         self.context_parallel = ContextParallel(name, cp_group, cp_comm_type)
-        ignore_extra_state(self)
+        ignore_keys(self, EXTRA_STATE, ATTENTION)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"

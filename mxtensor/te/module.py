@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import DENSE, FLAG, check, optional
 from ..core.autograd import autocast_dtype, torch_autocasts
-from ..core.local import is_sharded
+from ..core.compat import is_sharded
 from ..core.names import dtype_name
 from ..core.shapes import as_matrix
 from ..recipe import Recipe
@@ -32,6 +32,7 @@ from ..training.linear import SHARDS, linear
 from ..training.passes import Options
 from ..training.state_dict import register_state_dict_hooks
 from .contexts import init_recipe, preserve, preserves, weight_parameter
+from .extra_state import EXTRA_STATE, product_states
 from .product_state import (
     STANDS_FOR,
     CachedOperands,
@@ -41,15 +42,11 @@ from .product_state import (
     distributed_like,
     main_grad_misfit,
     owner,
-    product_states,
     remember,
     share_loaded,
 )
 from .quantizers import quantizers_of
 from .tensor_parallel import Init, Parallel, Tracker, local_part, refuse, set_group_of_modules
-
-EXTRA_STATE = "_extra_state"
-"""torch's key for the extra state of a module."""
 
 
 class Active(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..core.arguments import DEVICE, POSITIVE, Kind, check, checked, instance, is_integers, optional
 from .arguments import one_of
+from .extra_state import EXTRA_STATE, ignore_keys
 from .module import QuantizedModule, cast_bias
-from .product_state import ignore_extra_state
 from .tensor_parallel import WHOLE, Parallel
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -84,7 +84,7 @@ class Norm(nn.Module):
         has_bias = normalization == "LayerNorm"
         self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if has_bias else None
         self.reset_parameters()
-        ignore_extra_state(self)
+        ignore_keys(self, EXTRA_STATE)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -153,7 +153,7 @@ class L2Norm(nn.Module):
     def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        ignore_extra_state(self)
+        ignore_keys(self, EXTRA_STATE)
 
     def forward(self, x: Tensor) -> Tensor:
         """x normalized, in its dtype."""

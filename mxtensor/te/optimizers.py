@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..core.arguments import FUNCTION, check, described, optional
-from ..core.local import local_of, sharded_like
+from ..core.compat import local_of, sharded_like
 from ..core.peer_names import instead_of
 from ..tensor.mxtensor import MXTensor
 from ..training.optim import STATE, values_of_parameter

@@ -12,6 +12,7 @@ from ..core.arguments import COUNT, FLAG, POSITIVE, SIZE, Kind, check, checked, 
 from .arguments import one_of
 from .context_parallel import of_chunks
 from .dot_product_attention import QKV_FORMATS
+from .extra_state import ignore_keys
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -53,7 +54,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.rotary_base, self.interleaved = rotary_base, interleaved
         self.interpolation, self.pretrained = seq_len_interpolation_factor, pretrained_max_position_embeddings
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
-        self.register_load_state_dict_pre_hook(_drop_frequencies)
+        ignore_keys(self, "inv_freq")  # TransformerEngine saves it; here the arguments determine it
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
@@ -77,11 +78,6 @@ class RotaryPositionEmbedding(nn.Module):
         angles = positions[:, None] * self.inv_freq
         pairs = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
         return pairs[:, None, None, :]
-
-
-def _drop_frequencies(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Drop ``inv_freq``, which TransformerEngine saves; here the arguments determine it."""
-    state_dict.pop(prefix + "inv_freq", None)
 
 
 def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:

@@ -12,8 +12,7 @@ import time
 import pytest
 import torch
 
-from mxtensor.te.pickle_reader import Global, Inert, read_pickle
-from mxtensor.te.product_state import product_states
+from mxtensor.te.extra_state import Inert, product_states, read_pickle
 
 PROTO = b"\x80\x04"
 
@@ -57,7 +56,7 @@ def test_five_bytes_reserve_no_memory():
     """The memo of Python's own unpickler is an array: five bytes make it as long as they say."""
     code = (
         "import resource, struct, torch\n"
-        "from mxtensor.te.product_state import product_states\n"
+        "from mxtensor.te.extra_state import product_states\n"
         "def loaded(data): return product_states('x', torch.frombuffer(bytearray(data), dtype=torch.uint8))\n"
         "loaded(b'\\x80\\x04N.')\n"
         "used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -92,7 +91,7 @@ def test_values_are_those_of_pickle():
             if key != "x":
                 assert found[key] == value
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found["x"], values["x"], strict=True))
-    assert read_pickle(pickle.dumps(print)) == Global("builtins", "print")
+    assert read_pickle(pickle.dumps(print)) == Inert("builtins.print")
     made = read_pickle(pickle.dumps(ValueError("x")))
     assert isinstance(made, Inert) and made.given == ("x",)
 
