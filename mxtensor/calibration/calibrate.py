@@ -160,33 +160,30 @@ def _quantized_block(
         return stream.finish(batch, state, gradient=False)
 
     with ExitStack() as quantized:
-        for group in groups_of(layers, partial(run, 0, states[0])):
+        for group, once in groups_of(layers, partial(run, 0, states[0])):
             # layers with the same cast of their input share its moments
-            firsts = {layers[layer].recipe.activation: layer for layer in reversed(group.layers)}
-            moments = {cast: _moments(layers[layer], steps) for cast, layer in firsts.items()}
+            firsts = {layers[layer].recipe.activation: layer for layer in reversed(group)}
+            moments = {}
+            for cast, layer in firsts.items():
+                w = oriented(weight_of(layers[layer]), layers[layer].orientation)
+                moments[cast] = Moments(
+                    w.shape[1], w.device, cast, steps.rounding.compensates(cast),
+                    second=steps.rounding.needs_moments, means=steps.bias is not None,
+                )  # fmt: skip
             compared = any(map(steps.before, firsts)) and (index or made)
             for batch, state in enumerate(states if steps.rounding.needs_moments or steps.bias else ()):
-                now = earlier = inputs_of(firsts.values(), partial(run, batch, state), group.once)[0]
+                now = earlier = inputs_of(firsts.values(), partial(run, batch, state), once)[0]
                 if compared:
                     with in_place(originals):
-                        earlier = inputs_of(firsts.values(), partial(run, batch, before[batch]), group.once)[0]
+                        earlier = inputs_of(firsts.values(), partial(run, batch, before[batch]), once)[0]
                 for cast, layer in firsts.items():
                     moments[cast].add(now[layer], earlier[layer])
-            for layer in group.layers:
+            for layer in group:
                 change = layers[layer]
                 done = _quantized(change, steps, moments[change.recipe.activation])
                 quantized.enter_context(in_place(edits_of(stream.model, done, [change])))
                 made |= done
     return made
-
-
-def _moments(change: Change, steps: Steps) -> Moments:
-    """The sums over the inputs of a layer that the steps need."""
-    w, cast = oriented(weight_of(change), change.orientation), change.recipe.activation
-    return Moments(
-        w.shape[1], w.device, cast, steps.rounding.compensates(cast),
-        second=steps.rounding.needs_moments, means=steps.bias is not None,
-    )  # fmt: skip
 
 
 def _quantized(change: Change, steps: Steps, moments: Moments) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ which methods go together. Those that scale channels are in ``smoothing.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -13,9 +13,8 @@ from ..core.arguments import FLAG, SHARE, TEXT, check, described
 from ..kernels.quantize.choose_cast import quantize_operand
 from ..numerics.cast import Cast
 from ..numerics.operand import Operand
-from .best_scales import multiples_of, nearest
-from .gptq import corrected, gptq
 from .moments import Moments
+from .rounding import corrected, gptq, multiples_of, nearest
 from .smoothing import AWQ, Scaling, SmoothQuant
 
 CORRECT = ("auto", "model", "cast", "none")
@@ -26,10 +25,8 @@ CORRECT = ("auto", "model", "cast", "none")
 class Method:
     """How a weight is rounded: to nearest, as ``quantize_`` does, unless a subclass overrides ``operand``."""
 
-    @property
-    def needs_moments(self) -> bool:
-        """Whether ``operand`` reads the moments of inputs."""
-        return False
+    needs_moments: ClassVar[bool] = False
+    """Whether ``operand`` reads the moments of inputs."""
 
     def compensates(self, activation: Cast | None) -> str:
         """The errors that ``moments.cross`` is about, for a layer with this cast of its input: one of CORRECT."""
@@ -53,7 +50,7 @@ class BestScales(Method):
         check("BestScales", "weighted", self.weighted, FLAG)
 
     @property
-    def needs_moments(self) -> bool:
+    def needs_moments(self) -> bool:  # type: ignore[override]
         """See :class:`Method`."""
         return self.weighted
 
@@ -76,6 +73,7 @@ class GPTQ(Method):
     "model" for weight-only formats, and "none" if inputs are cast: large errors of inputs make "model" shrink weights.
     """
 
+    needs_moments: ClassVar[bool] = True
     damping: float = 0.01
     search: bool = True
     correct: str = "auto"
@@ -86,11 +84,6 @@ class GPTQ(Method):
         check("GPTQ", "correct", self.correct, TEXT)
         if self.correct not in CORRECT:
             raise ValueError(f"GPTQ: correct is {self.correct!r}; choose one of {', '.join(map(repr, CORRECT))}")
-
-    @property
-    def needs_moments(self) -> bool:
-        """See :class:`Method`."""
-        return True
 
     def compensates(self, activation: Cast | None) -> str:
         """See :class:`Method`."""

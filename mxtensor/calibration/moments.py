@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ..core.shapes import as_matrix
 from ..kernels.quantize.choose_cast import dequantize_operand, quantize_rows
 from ..numerics.cast import Cast
 from .blocks import Call
-from .gptq import check_inputs, inverse_cholesky
+from .rounding import check_inputs, inverse_cholesky
 
 Inputs = dict[nn.Module, list[Tensor]]
 """Layer -> its inputs, one for each call."""
@@ -77,16 +77,9 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-class Group(NamedTuple):
-    """Layers that get the same inputs."""
-
-    layers: list[nn.Module]
-    once: bool
-    """Whether each was called once."""
-
-
-def groups_of(layers: Collection[nn.Module], run: Callable[[], Any]) -> list[Group]:
-    """``layers`` in groups that get the same tensors, in the order of their first calls while ``run`` runs.
+def groups_of(layers: Collection[nn.Module], run: Callable[[], Any]) -> list[tuple[list[nn.Module], bool]]:
+    """``layers`` in groups that get the same tensors, in the order of their first calls while ``run`` runs, and whether
+    each layer of a group was called once.
 
     A layer that is not called is a group of its own, at the end.
     """
@@ -99,7 +92,7 @@ def groups_of(layers: Collection[nn.Module], run: Callable[[], Any]) -> list[Gro
     for layer in dict.fromkeys((*order, *layers)):
         same: list[Any] = found[layer] or [layer]
         groups.setdefault(tuple(map(id, same)), []).append(layer)
-    return [Group(group, len(found[group[0]]) == 1) for group in groups.values()]
+    return [(group, len(found[group[0]]) == 1) for group in groups.values()]
 
 
 class Moments:
@@ -157,7 +150,7 @@ class Moments:
         return None if self._cross is None else self._cross / max(self._rows, 1)
 
     def inverse_cholesky(self, damping: float) -> Tensor:
-        """``gptq.inverse_cholesky`` of ``second``, computed once for all layers of a group."""
+        """``rounding.inverse_cholesky`` of ``second``, computed once for all layers of a group."""
         if damping not in self._cholesky:
             self._cholesky[damping] = inverse_cholesky(self.second, damping)
         return self._cholesky[damping]

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ class State:
         self, folder: Path, model: nn.Module, batches: Sequence[Any], changes: Sequence[Change], method: Steps
     ) -> None:
         self._folder = folder
+        calls = [Call.of(batch) for batch in batches]
+        arguments = [part for call in calls for part in (*call.kwargs, *tree_leaves(list(call)))]
         wanted = {
-            "model": type(model).__name__, "method": repr(method), "data": _data(batches),
+            "model": type(model).__name__, "method": repr(method), "data": _digest(arguments),
             "weights": _weights(model, changes),
         }  # fmt: skip
         self._changes = {change.fqn: change for change in changes}
@@ -45,7 +47,7 @@ class State:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "calibration.json"
         if file.exists():
-            found = self._read(file, lambda: dict(json.loads(file.read_text(encoding="utf-8"))))
+            found = self._read(file)
             other = sorted(key for key in wanted if found.get(key) != wanted[key])
             if other:
                 raise ValueError(
@@ -69,7 +71,7 @@ class State:
         file = self._file(index)
         if not file.exists():
             return None
-        found = self._read(file, lambda: _loaded(file))
+        found = self._read(file)
         missing = [change.fqn for change in changes if change.fqn not in found]
         why = f"it lacks {missing[0]}" if missing else None
         for name, value in found.items():
@@ -97,16 +99,23 @@ class State:
         if tuple(value.shape) != shape or (old is not None and value.dtype != old.dtype):
             return f"{name} is {described(value)}, and the parameter has the shape {shape}"
         values = value.dequantize() if isinstance(value, MXTensor) else value
-        return (
-            None if values.is_floating_point() and values.isfinite().all() else f"{name} has values that are not finite"
-        )
+        finite = values.is_floating_point() and values.isfinite().all()
+        return None if finite else f"{name} has values that are not finite"
 
-    def _read(self, file: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What ``read`` reads from a file. Raises ValueError that names a damaged one."""
+    def _read(self, file: Path) -> dict[str, Any]:
+        """The entries of ``calibration.json``, or the tensors of a block. Raises ValueError for a damaged file.
+
+        Records of a block are as long as its file: nothing in it is compressed.
+        """
         try:
             if not file.is_file():
                 raise ValueError("a folder or a pipe")
-            return read()
+            if file.suffix == ".json":
+                return dict(json.loads(file.read_text(encoding="utf-8")))
+            with zipfile.ZipFile(file) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise ValueError("a compressed record")
+            return dict(torch.load(file, weights_only=True))
         except Exception as error:  # a file that is not valid raises whatever its words lead to
             raise ValueError(
                 f"calibrate: {file} is damaged ({type(error).__name__}); remove {self._folder}, or pass another folder"
@@ -117,20 +126,6 @@ class State:
         new = self._file(index).with_suffix(".new")
         torch.save(made, new)
         os.replace(new, self._file(index))
-
-
-def _loaded(file: Path) -> dict[str, Any]:
-    """The tensors in a file of ``State.save``, whose records are as long as the file: nothing in it is compressed."""
-    with zipfile.ZipFile(file) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise ValueError("a compressed record")
-    return dict(torch.load(file, weights_only=True))
-
-
-def _data(batches: Sequence[Any]) -> str:
-    """A digest of the arguments of all calls and their names."""
-    calls = [Call.of(batch) for batch in batches]
-    return _digest([part for call in calls for part in (*call.kwargs, *tree_leaves(list(call)))])
 
 
 def _weights(model: nn.Module, changes: Sequence[Change]) -> dict[str, str]:

@@ -1,7 +1,12 @@
-"""The changes of ``quantize_``: every weight is checked, and then they are replaced one by one."""
+"""The changes of ``quantize_``: every weight is checked, and then they are replaced one by one.
+
+A module keeps torch's class. How it describes itself (``print(model)``, transformers' memory footprint) changes by
+methods of the instance.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,8 +16,8 @@ import torch
 from torch import nn
 
 from ..core.arguments import check_plain
+from ..core.compat import is_sharded, local_of
 from ..core.explain import LOGS
-from ..core.local import is_sharded, local_of
 from ..core.names import dtype_name
 from ..core.progress import with_progress
 from ..numerics.formats import Orientation
@@ -23,9 +28,7 @@ from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from ..training.state_dict import register_state_dict_hooks
 from ..training.training_weight import TrainingWeight, values_of
-from .heads import is_lookup
-from .instance_methods import count_codes, show_format
-from .weights import Weight, codes_of_others, refuse_sharded
+from .weights import Weight, codes_of_others, is_lookup, refuse_sharded
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -250,3 +253,67 @@ def inference_recipe(modules: Sequence[nn.Module], recipe: LinearRecipe) -> Line
     if all(is_lookup(module) for module in modules):
         return LinearRecipe.inference(recipe.stored, None, recipe.kernel_preference)
     return recipe
+
+
+# ---------------------------------------------------------------------------------------------- descriptions
+
+
+class InstanceMethod:
+    """``function(module, ...)`` as an attribute of ``module``. A copy of the module has one of its own.
+
+    It does not hold the module, which would else be freed by the garbage collector only, long after its last use.
+    """
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
+        self.function, self._module = function, weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:  # a shallow copy is left of it
+            raise RuntimeError(
+                f"{self.function.__name__}: the module is gone that quantize_ converted; copy modules by copy.deepcopy"
+            )
+        return self.function(module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InstanceMethod:
+        module: Any = self._module()
+        return InstanceMethod(self.function, memo.get(id(module), module))
+
+    def __reduce__(self) -> Any:
+        return InstanceMethod, (self.function, self._module())
+
+
+def describe_weights(module: nn.Module) -> str:
+    """``extra_repr`` of the module's class, then the format or the recipe of each weight that has one."""
+    texts, activations = [], []
+    for name, parameter in module._parameters.items():
+        weight: Any = local_of(parameter)
+        if isinstance(weight, MXTensor):
+            texts.append(f"{name}={weight.format}")
+            activations.append(weight.recipe.activation)
+        elif isinstance(weight, TrainingWeight):
+            texts.append(f"{name}={weight.linear_recipe}")
+    formats = {str(cast.format) for cast in activations if cast is not None}
+    texts += [f"activation={format}" for format in sorted(formats)]
+    return ", ".join(text for text in (type(module).extra_repr(module), *texts) if text)
+
+
+def footprint(module: nn.Module, return_buffers: bool = True) -> int:
+    """transformers' ``get_memory_footprint()``, in which a quantized weight counts its codes and scales."""
+    nbytes: int = type(module).get_memory_footprint(module, return_buffers)  # type: ignore[attr-defined]
+    for weight in map(local_of, module.parameters()):
+        if isinstance(weight, MXTensor):  # torch counts its outer dtype
+            nbytes += weight.nbytes - weight.numel() * weight.element_size()
+    return nbytes
+
+
+def show_format(module: nn.Module) -> None:
+    """Let ``print`` show the formats of the module's weights."""
+    module.__dict__["extra_repr"] = InstanceMethod(describe_weights, module)
+
+
+def count_codes(model: nn.Module) -> None:
+    """Let ``get_memory_footprint`` of ``model`` and of the models in it count codes, if they are of transformers."""
+    for module in model.modules():
+        if callable(getattr(type(module), "get_memory_footprint", None)):
+            module.__dict__["get_memory_footprint"] = InstanceMethod(footprint, module)

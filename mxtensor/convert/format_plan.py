@@ -216,17 +216,6 @@ class Choice(NamedTuple):
     error: float
 
 
-class _Step(NamedTuple):
-    """From one choice of a weight to a larger one."""
-
-    gain: float
-    """The error that a byte more takes away."""
-    weight: str
-    name: str
-    nbytes: int
-    """What the step costs."""
-
-
 def hull(choices: Mapping[str, Choice]) -> list[str]:
     """The names of choices on the lower convex hull of error over bytes, from the smallest choice on.
 
@@ -276,22 +265,22 @@ def _greedy(budget: int, weights: Mapping[str, Mapping[str, Choice]]) -> tuple[d
     chosen = {weight: names[0] for weight, names in hulls.items()}
     left = budget - sum(weights[weight][name].nbytes for weight, name in chosen.items())
     assert left >= 0
-    steps: list[_Step] = []
+    steps: list[tuple[float, str, str, int]] = []  # gain, weight, the name of the larger choice, bytes that it costs
     for weight, names in hulls.items():
         for small, large in pairwise(names):
             before, after = weights[weight][small], weights[weight][large]
-            steps.append(_Step(_gain(before, after), weight, large, after.nbytes - before.nbytes))
+            steps.append((_gain(before, after), weight, large, after.nbytes - before.nbytes))
     full: set[str] = set()
     slope: float | None = None
-    for step in sorted(steps, key=lambda step: -step.gain):  # stable: steps of one weight stay in their order
-        if step.weight in full:
+    for gain, weight, name, nbytes in sorted(steps, key=lambda step: -step[0]):  # stable: those of a weight in order
+        if weight in full:
             continue
-        if step.nbytes > left:
-            full.add(step.weight)
-            slope = step.gain if slope is None else slope
+        if nbytes > left:
+            full.add(weight)
+            slope = gain if slope is None else slope
             continue
-        chosen[step.weight] = step.name
-        left -= step.nbytes
+        chosen[weight] = name
+        left -= nbytes
     return chosen, slope
 
 

@@ -7,14 +7,13 @@ mx.quantize_(model, "mxfp4", step="convert")    mx.quantize_(model, "nvfp4", ste
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.arguments import described, warn
-from ..core.local import is_sharded
+from ..core.compat import is_sharded
 from ..numerics.formats import FORMATS
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
@@ -138,7 +137,19 @@ def _convert(model: nn.Module, config: Any, filter_fn: FilterFn | None) -> None:
     for module, fqn in layers.items():
         if isinstance(module, ObservedLinear) and (config is not None or isinstance(module.weight, MXTensor)):
             _check_observed(module, fqn)
-    convert(model, [] if config is None else _changes_of(model, config, filter_fn, layers))
+    chosen: list[tuple[Weight, LinearRecipe]] = []
+    if config is not None:
+        wanted = (lambda module, fqn: module in layers) if by_name(config) is None else filter_fn
+        for one, recipe in choose(model, config, wanted, sharded=by_tensor_parallelism)[0]:
+            if one.module in layers:
+                is_observed = isinstance(one.module, ObservedLinear)
+                chosen.append((one, _static(recipe, one.fqn) if is_observed else recipe))
+    changes = checked_changes(model, chosen)
+    for change in changes:
+        if isinstance(change.places[0][0], FakeQuantizedLinear):
+            _check_prepared(change)
+    check_shards(changes)
+    convert(model, changes)
     for module in layers:
         if isinstance(module, FakeQuantizedLinear):
             module.to_linear()
@@ -154,28 +165,6 @@ def _convert(model: nn.Module, config: Any, filter_fn: FilterFn | None) -> None:
         warn("quantize_ changed nothing: no layer is prepared; call it with step='prepare' or 'observe' before")
     elif filter_fn is None:
         warn_of_unquantized(model, include_head=True)
-
-
-def _changes_of(
-    model: nn.Module, config: Any, filter_fn: FilterFn | None, layers: Collection[nn.Module]
-) -> Sequence[Change]:
-    """The changes of the weights of prepared and observed ``layers``."""
-
-    def prepared(module: nn.Module, fqn: str) -> bool:
-        return module in layers
-
-    wanted = prepared if by_name(config) is None else filter_fn
-    chosen: list[tuple[Weight, LinearRecipe]] = []
-    for weight, recipe in choose(model, config, wanted, sharded=by_tensor_parallelism)[0]:
-        if weight.module in layers:
-            is_observed = isinstance(weight.module, ObservedLinear)
-            chosen.append((weight, _static(recipe, weight.fqn) if is_observed else recipe))
-    changes = checked_changes(model, chosen)
-    for change in changes:
-        if isinstance(change.places[0][0], FakeQuantizedLinear):
-            _check_prepared(change)
-    check_shards(changes)
-    return changes
 
 
 def _check_observed(module: ObservedLinear, fqn: str) -> None:

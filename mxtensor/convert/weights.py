@@ -1,24 +1,26 @@
 """Which weights ``quantize_`` converts: the kinds of modules it knows, and the default filter.
 
-A new kind of module is a row of ``KINDS``.
+A new kind of module is a row of ``KINDS``. The default filter tells heads of language models and gates of MLPs apart by
+the structure of a model. A head is the layer that makes logits; an embedding may share its weight. A gate of an MLP is
+called ``gate`` as routers are, and is none: it has the shape of the layer beside it whose outputs it multiplies, and no
+experts are near it. A router has one output for each expert.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..core.arguments import FLAG, FUNCTION, check, described, optional
-from ..core.local import is_sharded, local_of
+from ..core.arguments import FLAG, FUNCTION, check, described, optional, warn
+from ..core.compat import is_sharded, local_of
 from ..numerics.formats import Orientation
 from ..tensor.mxtensor import MXTensor
-from .heads import embedding_weight_ids, heads, is_head, is_lookup, mlp_gates
 
 FilterFn = Callable[[nn.Module, str], bool]
 """(module, its fully qualified name) -> whether to quantize its weights."""
@@ -60,8 +62,13 @@ class Weight(NamedTuple):
         return f"{self.module_name}.{self.name}" if self.module_name else self.name
 
 
-def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
-    return lambda module: isinstance(module, kind)
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose weight is a table: they read rows of it, and multiply nothing."""
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Whether the weight of a module is a table of embeddings."""
+    return isinstance(module, LOOKUPS)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -106,8 +113,8 @@ def _are_parallel_experts(module: nn.Module) -> bool:
 
 
 KINDS = (
-    Kind(_is(nn.Linear), ("weight",)),
-    Kind(_is(nn.MultiheadAttention), ATTENTION),
+    Kind(lambda module: isinstance(module, nn.Linear), ("weight",)),
+    Kind(lambda module: isinstance(module, nn.MultiheadAttention), ATTENTION),
     Kind(is_lookup, ("weight",), trains=False, multiplies=False),
     Kind(_is_conv1d, ("weight",), Orientation.COLUMNWISE),
     *(Kind(_are_experts(names, transposed=False), names) for names in EXPERTS),
@@ -121,13 +128,18 @@ SKIPPED_NAMES = ("router", "gate")
 ``mlp_gates`` knows better. What is inside a module named ``router`` (JetMoe's ``router.layer``) stays too."""
 
 
-def default_filter(model: nn.Module) -> FilterFn:
+def default_filter(model: nn.Module, include_head: bool = False) -> FilterFn:
     """Linear layers and attention of a model; not heads, routers and embeddings, where rounding costs most and saves
-    least. A ``gate`` of an MLP is not a router."""
+    least. A ``gate`` of an MLP is not a router. ``include_head``: heads and embeddings with their weights, too.
+    """
     gates = mlp_gates(model)
+    included = heads(model) if include_head else {}
+    tied = {id(head.weight) for head in included.values()}
 
     def accepts(module: nn.Module, fqn: str) -> bool:
-        return not is_lookup(module) and (fqn in gates or not is_left_out(fqn))
+        if is_lookup(module):
+            return id(module.weight) in tied
+        return fqn in included or fqn in gates or not is_left_out(fqn)
 
     return accepts
 
@@ -136,18 +148,6 @@ def is_left_out(fqn: str) -> bool:
     """Whether a module is a head or a router by its name."""
     *outer, last = fqn.split(".")
     return is_head(fqn) or last in SKIPPED_NAMES or "router" in outer
-
-
-def _with_heads(model: nn.Module) -> FilterFn:
-    """The default filter, and heads with the embeddings that share their weights."""
-    accepted = heads(model)
-    weights, usual = {id(head.weight) for head in accepted.values()}, default_filter(model)
-
-    def accepts(module: nn.Module, fqn: str) -> bool:
-        tied = is_lookup(module) and id(module.weight) in weights
-        return tied or fqn in accepted or usual(module, fqn)
-
-    return accepts
 
 
 def _weights(model: nn.Module, filter_fn: FilterFn, sharded: Sharded | None) -> Iterator[Weight]:
@@ -267,15 +267,117 @@ def weights_to_quantize(
                 "(a filter that returns True for the head includes it)"
             )
         return list(_weights(model, filter_fn, sharded))
-    if include_head:
-        return list(_weights(model, _with_heads(model), sharded))
-    return without_heads(model, list(_weights(model, default_filter(model), sharded)))
+    weights = list(_weights(model, default_filter(model, include_head), sharded))
+    return weights if include_head else without_heads(model, weights)
 
 
 def without_heads(model: nn.Module, weights: list[Weight]) -> list[Weight]:
     """``weights`` without those of heads and embeddings, as the default filter leaves them."""
     left = embedding_weight_ids(model) | {id(head._parameters.get("weight")) for head in heads(model).values()}
     return [weight for weight in weights if id(weight.value) not in left]
+
+
+# ---------------------------------------------------------------------------------------------- heads
+
+HEAD_NAMES = ("lm_head",)
+"""Last parts of module names that are heads, whatever weight they have."""
+
+
+def is_head(fqn: str) -> bool:
+    """Whether a module is a head by its name."""
+    return fqn.rpartition(".")[2] in HEAD_NAMES
+
+
+def embedding_weight_ids(model: nn.Module) -> set[int]:
+    """The ids of embedding weights: a linear layer with such a weight is a head, whatever its name."""
+    found = (module._parameters.get("weight") for module in model.modules() if is_lookup(module))
+    return {id(weight) for weight in found if weight is not None}
+
+
+def heads(model: nn.Module) -> dict[str, nn.Linear]:
+    """Every head by its fully qualified name: ``lm_head``, linear layers that share a weight with an embedding, or that
+    do so in other models of their class, and those that a model of transformers returns as its output embeddings."""
+    tied, named = embedding_weight_ids(model), {*_output_embeddings(model), *_declared(model)}
+    return {
+        fqn: module
+        for fqn, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (is_head(fqn) or module in named or id(module._parameters.get("weight")) in tied)
+    }
+
+
+def warn_of_no_head(caller: str, model: nn.Module) -> None:
+    """Warn if ``include_head`` finds no head in a model."""
+    if not heads(model):
+        warn(
+            f"{caller}: include_head=True found no head in {type(model).__name__}: it has no lm_head, names no output "
+            "embeddings, and no linear layer shares a weight with an embedding; if it has a head, that is quantized as "
+            "any other layer is"
+        )
+
+
+def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """What transformers' ``get_output_embeddings`` of the model, or of a model in it, returns: one module, or one for
+    each codebook. RWKV calls its head ``head``, GIT ``output``, MusicGen ``lm_heads``."""
+    for module in model.modules():
+        method = getattr(type(module), "get_output_embeddings", None)
+        try:
+            found = None if method is None else method(module)
+        except (AttributeError, NotImplementedError):  # it has none
+            continue
+        if isinstance(found, nn.Module):
+            yield from found if isinstance(found, nn.ModuleList) else (found,)
+
+
+def _declared(model: nn.Module) -> Iterator[nn.Module]:
+    """Linear layers whose weight may be that of an embedding, as classes of transformers declare it: in a model with
+    ``tie_word_embeddings=False`` it is not. FSMT's output embeddings are the embedding, tied or not, and its head is
+    ``output_projection``."""
+    for module in model.modules():
+        pairs = getattr(type(module), "_tied_weights_keys", None)
+        if isinstance(pairs, Mapping):
+            inner = dict(module.named_modules())
+            for pair in pairs.items():
+                found = [inner.get(name.strip("^$").removesuffix(".weight")) for name in pair]
+                if any(one is not None and is_lookup(one) for one in found):
+                    yield from (one for one in found if isinstance(one, nn.Linear))
+
+
+# ---------------------------------------------------------------------------------------------- gates
+
+GATE = "gate"
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def mlp_gates(model: nn.Module) -> set[str]:
+    """The fully qualified names of the gates of MLPs in a model: each multiplies the outputs of a layer beside it."""
+    modules, found = dict(model.named_modules(remove_duplicate=False)), set()
+    for name, parent in modules.items():
+        gate = parent._modules.get(GATE)
+        if not isinstance(gate, nn.Linear) or "router" in name.split("."):
+            continue
+        layers = {id(m): m for m in parent._modules.values() if isinstance(m, nn.Linear)}
+        shapes = {key: tuple(w.shape) for key, m in layers.items() if (w := m._parameters.get("weight")) is not None}
+        shape = shapes.pop(id(gate), None)
+        if shape is None or shape not in shapes.values():
+            continue
+        around = modules.get(name.rpartition(".")[0])  # may have the experts of a router that is a module of its own
+        if any(True for _ in _numbers_of_experts(parent)):
+            continue
+        if around is None or shape[0] not in _numbers_of_experts(around):
+            found.add(f"{name}.{GATE}" if name else GATE)
+    return found
+
+
+def _numbers_of_experts(module: nn.Module) -> Iterator[int]:
+    """The lengths of lists inside a module, and of stacks of matrices: of its experts, if it has experts; 0 for others
+    that are experts by their names. The module itself may be a list, or an expert."""
+    for name, inner in module.named_modules():
+        yield from (len(p) for p in inner._parameters.values() if p is not None and p.dim() == 3)
+        if inner is not module and isinstance(inner, LISTS):
+            yield len(inner)
+        if inner is not module and ("expert" in name.lower() or "Expert" in type(inner).__name__):
+            yield 0
 
 
 # ---------------------------------------------------------------------------------------------- sharded weights

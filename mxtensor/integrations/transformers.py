@@ -23,12 +23,11 @@ from ..checkpoints import native
 from ..checkpoints.layout import MERGES
 from ..checkpoints.names import Loaded, check_skip, is_skipped, loaded_by, with_parameters
 from ..checkpoints.reading import open_safetensors
+from ..convert.changes import count_codes
 from ..convert.configs import recipe_of
-from ..convert.heads import warn_of_no_head
-from ..convert.instance_methods import count_codes
-from ..convert.weights import KINDS, FilterFn, Kind, default_filter
+from ..convert.weights import KINDS, FilterFn, Kind, default_filter, warn_of_no_head
 from ..core.arguments import FLAG, check, described
-from ..core.local import local_of
+from ..core.compat import local_of
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.huge_pages import use_huge_pages
 from ..tensor.mxtensor import MXTensor

@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from mxtensor.calibration.best_scales import OF_FRACTIONS, element_table, multiples_of, nearest
-from mxtensor.calibration.gptq import corrected, gptq, inverse_cholesky
+from mxtensor.calibration.rounding import (
+    OF_FRACTIONS,
+    corrected,
+    element_table,
+    gptq,
+    inverse_cholesky,
+    multiples_of,
+    nearest,
+)
 from mxtensor.numerics.cast import Cast
 from mxtensor.numerics.elements import decode_elements, encode_elements
 from mxtensor.numerics.formats import FORMATS
