@@ -24,24 +24,24 @@ from ..core.names import dtype_name
 from ..numerics.formats import FORMATS
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .global_scale import divides, stored_for
+from .global_scale import divides
 from .layout import (
     MERGES,
     SPLITS,
     Layout,
     Written,
+    beside,
     companions,
     float8_weight,
     format_of_inputs,
     nvfp4_weight,
-    rowwise,
     tile_size,
     weight,
-    with_others,
 )
 from .reading import Checkpoint, Entry
 
 NAME = "compressed-tensors"
+SCALES = ("weight_scale", "weight_global_scale")
 
 
 class Scheme(NamedTuple):
@@ -135,69 +135,61 @@ def _matches(target: object, module: str) -> bool:
     return target in ("Linear", module)
 
 
-def _packed_format(data: Tensor, scale: Tensor) -> str:
-    """The format of packed codes, by the bytes that one scale covers. Raises ValueError if there is none."""
+def _packed(data: Tensor, scale: Tensor, *global_scale: Tensor, dtype: torch.dtype, activation: str | None) -> MXTensor:
+    """Packed codes in the format whose codes one scale covers. Raises ValueError if there is none."""
     if data.dtype is not torch.uint8:
         raise NotImplementedError(
             f"weight_packed is {dtype_name(data.dtype)}: packed integers (int4, int8) are not "
             "supported; dequantize them with compressed-tensors"
         )
     if scale.dtype is torch.float8_e4m3fn:
-        return "nvfp4"
+        return nvfp4_weight(data, scale, global_scale, "weight_global_scale", divides, dtype, activation)
     columns = data.shape[-1] if data.dim() else 0
     groups = max(scale.shape[-1], 1) if scale.dim() else 1
     for format in ("mxfp4_e2m1", "mxfp6_e2m3"):
-        bits = FORMATS[format].element.bits
-        if columns == groups * 4 * bits:
-            return format
+        if columns == groups * 4 * FORMATS[format].element.bits:
+            return weight(data, scale, format, dtype, activation)
     raise ValueError(
         f"weight_packed {tuple(data.shape)} and weight_scale {tuple(scale.shape)} are neither MXFP4 nor MXFP6: a scale "
         "covers 16 or 24 bytes"
     )
 
 
-def _packed(data: Tensor, scale: Tensor, *global_scale: Tensor, dtype: torch.dtype, activation: str | None) -> MXTensor:
-    format = _packed_format(data, scale)
-    if format != "nvfp4":
-        return weight(data, scale, format, dtype, activation=activation)
-    return nvfp4_weight(data, scale, global_scale, "weight_global_scale", divides, dtype, activation)
-
-
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries, dtype = {}, checkpoint.dtype
-    for module, names in companions(checkpoint, "weight_packed", ["weight_scale"], ["weight_global_scale"]):
+    for module, names in companions(checkpoint, "weight_packed", *SCALES):
         activation = activation_of(_group_of(checkpoint, module))
         entries[names[0].removesuffix("_packed")] = Entry(names, partial(_packed, dtype=dtype, activation=activation))
-    for module, names in companions(checkpoint, "weight", ["weight_scale"]):
+    for module, names in companions(checkpoint, "weight", "weight_scale"):
         group = _group_of(checkpoint, module)
         casts = group.get("weights")
         block = tile_size(casts.get("block_structure")) if isinstance(casts, dict) else None
         build = partial(float8_weight, dtype=dtype, activation=activation_of(group), block=block)
         entries[names[0]] = Entry(names, build)
-    for _, (name,) in companions(checkpoint, "weight_packed", []):
+    for name in checkpoint.tensors:
         module = name.removesuffix("weight_packed")
+        if name.rpartition(".")[2] != "weight_packed":
+            continue
         if f"{module}weight" not in entries:
             raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks {module}weight_scale")
         if f"{module}weight_zero_point" in checkpoint.tensors:
             raise NotImplementedError(f"{checkpoint.place(name)} has a zero point, which is not supported")
-    return with_others(checkpoint, entries, ("weight_scale", "weight_global_scale"))
+    return entries
 
 
 # ---------------------------------------------------------------------------------------------- writing
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    operand, scheme = rowwise(name, t, COMPRESSED_TENSORS, SCHEMES), SCHEMES[t.format.name]
-    module = name.removesuffix("weight")
-    out = {f"{module}{scheme.data}": operand.data, f"{module}weight_scale": operand.scale}
-    if operand.global_scale is not None:
-        out[f"{module}weight_scale"] = operand.scale_view
-        out[f"{module}weight_global_scale"] = stored_for(t, divides).reshape(1)
-    elif operand.scale.is_floating_point():
-        narrow = operand.scale.to(t.dtype)  # the dtype in which compressed-tensors makes them
-        if torch.equal(narrow.to(torch.float32), operand.scale):
-            out[f"{module}weight_scale"] = narrow
-    return out
+    out = beside(name, t, COMPRESSED_TENSORS, SCHEMES, "weight", *SCALES)
+    codes, scale, *second = out
+    if second:
+        out[second[0]] = out[second[0]].reshape(1)
+    elif out[scale].dtype is torch.float32:
+        narrow = out[scale].to(t.dtype)  # the dtype in which compressed-tensors makes them
+        if torch.equal(narrow.to(torch.float32), out[scale]):
+            out[scale] = narrow
+    return {name.removesuffix("weight") + SCHEMES[t.format.name].data: out.pop(codes), **out}
 
 
 def _activation(recipe: LinearRecipe) -> str | None:
@@ -243,7 +235,7 @@ COMPRESSED_TENSORS = Layout(
     row_operations=SPLITS,
     activation=lambda recipe, every: _activation(recipe),
     combine=divides,
-    scales=("weight_scale", "weight_global_scale"),
+    scales=SCALES,
     formats=", ".join(SCHEMES),
     exact="codes and scales; the global scale of NVFP4 is a reciprocal, exact if it was loaded from this layout, "
     "otherwise to one float32 step",

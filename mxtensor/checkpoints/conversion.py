@@ -195,9 +195,10 @@ def convert(
         report = Conversion(before.name, chosen.name)
         entries = before.entries(checkpoint)
         needed = format is not None or chosen.config is not None  # building a model takes seconds
-        known = Known(model_of(checkpoint.config), entries) if needed else Known(None)
-        recipes, written = Recipes(format, skip, known), Written(checkpoint.config, known)
-        stacks = StackScales(known, entries, lambda name: checkpoint.load(name, entries[name]))
+        known = Known(model_of(checkpoint.config) if needed else None, entries, checkpoint.config)
+        recipes, written = Recipes(format, skip, known), Written(known)
+        joined = entries if chosen.stacks else ()
+        stacks = StackScales(known, joined, lambda name: checkpoint.load(name, entries[name]))
         # scales and settings of activations lose what they belong to where another layout names them in another way, or
         # the configuration of requantized tensors is made anew
         requantizes = format is not None and bool(chosen.scales)
@@ -208,7 +209,11 @@ def convert(
         with sink_of(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
             _check_source(checkpoint.path, entries, before.name, chosen.name)
             rest = {name: entry for name, entry in entries.items() if not (loses and ends_in(name, STATIC))}
-            report.dropped = [name for name in entries if name not in rest] + (settings(checkpoint) if loses else [])
+            report.dropped = [name for name in entries if name not in rest]
+            if loses:
+                beside = checkpoint.json(SIDE_FILE).get("quantization")
+                report.dropped += settings("config.json: quantization_config", checkpoint.quantization)
+                report.dropped += settings(f"{SIDE_FILE}: quantization", beside)
             recipes.warn_of_unmatched(rest)
             recipes.heads = head_modules(known, rest, checkpoint.config) if include_head else set()
             casts.check_shapes(checkpoint, rest)
@@ -264,7 +269,8 @@ def _convert_tensors(
     """Convert the tensors, one per thread, and store them in their order in ``sink``, which ``sink_of`` made. Returns
     whether one of them is stored quantized."""
     layout, report, written = casts.layout, casts.report, casts.written
-    stochastic = any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in casts.recipes.every)
+    every = [recipe for recipe in casts.recipes.every if recipe is not None]
+    stochastic = any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in every)
 
     def work(name: str) -> tuple[Tensor, float | None]:
         return casts.converted(name, checkpoint.load(name, entries[name]))
@@ -326,7 +332,7 @@ class _Casts:
 
     def _stored(self, name: str, value: Tensor) -> Tensor:
         """The tensor that is stored: ``value`` itself if it stays as it is. Raises TypeError that names it."""
-        side, recipe = self._cast(name, value.shape)
+        side, recipe = self.written.known.orientation(name, value.shape), self.recipes.of(name)
         if recipe is None or not value.is_floating_point() or not value.numel():
             return value
         plain = not isinstance(value, MXTensor)
@@ -348,21 +354,14 @@ class _Casts:
                 f"convert: {name} is stored as {dtype_name(value.dtype)} without scales that this layout knows; name "
                 f"its module in skip=, or store it in one of {', '.join(map(dtype_name, SOURCE_DTYPES))}"
             )
-        if self.layout.stacks and self.stacks.applies(name, recipe):
-            return self.stacks.quantized(name, value, recipe, side)
-        return quantize_as(value, recipe, side)
-
-    def _cast(self, name: str, shape: Sequence[int]) -> tuple[Orientation | None, LinearRecipe | None]:
-        """How a tensor of this name and shape would be quantized; None for one that stays as it is."""
-        recipe, left_out = self.recipes.of(name)
-        return self.written.orientation(name, shape), None if left_out else recipe
+        return self.stacks.quantized(name, value, recipe, side)
 
     def check_shapes(self, checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> None:
         """Raise NotImplementedError for values that would be quantized in shapes that the layout does not hold."""
         found: dict[str, tuple[Sequence[int], Format]] = {}
         for name, entry in entries.items():
             shape = checkpoint.tensors[entry.sources[0]].shape
-            side, recipe = self._cast(name, shape)
+            side, recipe = self.written.known.orientation(name, shape), self.recipes.of(name)
             if len(entry.sources) > 1 or side is None or recipe is None or not math.prod(shape):  # more: codes, scales
                 continue
             if self._why_left(name, len(shape), side, recipe) is None:
@@ -372,7 +371,7 @@ class _Casts:
     def _why_left(self, name: str, dims: int, side: Orientation, recipe: LinearRecipe) -> list[str] | None:
         """The list to which the name of a tensor belongs that the layout, or its readers, do not take as codes."""
         layout, known = self.layout, self.written.known
-        if (dims == 3 and 3 not in layout.dims) or (not layout.experts and self.written.is_expert(name)):
+        if (dims == 3 and 3 not in layout.dims) or (not layout.experts and known.is_expert(name)):
             return self.report.stacks
         if dims not in layout.dims:
             return self.unfit
@@ -398,30 +397,27 @@ class Recipes:
         """Modules that are quantized although they are heads or embeddings."""
         one = None if format is None or self._table is not None else recipe_of(format)
         self._recipes = {DEFAULT: one} if self._table is None else self._table.recipes
+        self.every = self._recipes.values()
+        """All recipes; None for tensors that are not quantized."""
         for recipe in self.every:
-            if recipe.trains:
+            if recipe is not None and recipe.trains:
                 raise ValueError(
                     f"convert: {recipe} trains, and stores no codes; pass a format such as 'mxfp8-weight-only'"
                 )
 
-    @property
-    def every(self) -> list[LinearRecipe]:
-        """All recipes."""
-        return [recipe for recipe in self._recipes.values() if recipe is not None]
-
-    def of(self, name: str) -> tuple[LinearRecipe | None, bool]:
-        """The recipe of a tensor (None: it is not quantized), and whether it stays exactly as it is."""
-        key, default = None, self._recipes.get(DEFAULT)
-        skipped = self.skips((name,))
-        if self._table is not None and not skipped:
-            keys = (self._table.key_of(other.rpartition(".")[0], other) for other in self._known.names_of(name))
-            key = next((found for found in keys if found is not None), None)
-        if key is not None:
-            return self._recipes[key], self._recipes[key] is None
-        if skipped or module_of(name) in self.heads:
-            return default, skipped
-        taken = self._known.quantizes(name)
-        return default, stays(module_of(name)) if taken is None else not taken
+    def of(self, name: str) -> LinearRecipe | None:
+        """The recipe of a tensor; None: it stays as it is."""
+        if self.skips((name,)):
+            return None
+        if self._table is not None:
+            for other in self._known.names_of(name):
+                key = self._table.key_of(other.rpartition(".")[0], other)
+                if key is not None:
+                    return self._recipes[key]
+        taken = module_of(name) in self.heads or self._known.quantizes(name)
+        if taken is None:
+            taken = not stays(module_of(name))
+        return self._recipes.get(DEFAULT) if taken else None
 
     def skips(self, names: Iterable[str]) -> bool:
         """Whether a tensor stays as it is because the caller has named its module."""
@@ -476,14 +472,13 @@ class StackScales:
         self._locks = {matrix: Lock() for matrix in self._members}
         self._amax: dict[tuple[str, str], Tensor] = {}
 
-    def applies(self, name: str, recipe: LinearRecipe) -> bool:
-        """Whether a tensor is a part of a matrix in a stack, and its format has a global scale."""
-        matrix = self._matrix_of.get(name)
-        return matrix is not None and len(self._members[matrix]) > 1 and recipe.stored.format.global_scale
-
     def quantized(self, name: str, value: Tensor, recipe: LinearRecipe, side: Orientation) -> Tensor:
-        """``value`` (rows, columns) in the format of ``recipe``: one more row has the amax of the whole matrix."""
-        matrix, row = self._matrix_of[name], value.new_zeros(1, value.shape[1])
+        """``value`` in the format of ``recipe``. Of a part of a matrix (rows, columns) whose format has a global scale,
+        one more row has the amax of the whole matrix."""
+        matrix = self._matrix_of.get(name)
+        if matrix is None or len(self._members[matrix]) < 2 or not recipe.stored.format.global_scale:
+            return quantize_as(value, recipe, side)
+        row = value.new_zeros(1, value.shape[1])
         with self._locks[matrix]:
             if matrix not in self._amax:
                 pieces = map(self._load, self._members[matrix])
@@ -529,16 +524,9 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"config.json": checkpoint.config} | ({SIDE_FILE: side} if side else {}) if described else {}
 
 
-def settings(checkpoint: Checkpoint) -> list[str]:
-    """The fields about activations and the cache that no tensor holds once it is read, by file and path."""
-    files = {
-        "config.json: quantization_config": checkpoint.quantization,
-        f"{SIDE_FILE}: quantization": checkpoint.json(SIDE_FILE).get("quantization"),
-    }
-    return [field for place, fields in files.items() for field in _fields(place, fields, DEEPEST)]
-
-
-def _fields(place: str, fields: object, depth: int) -> Iterator[str]:
+def settings(place: str, fields: object, depth: int = DEEPEST) -> Iterator[str]:
+    """The fields of a configuration about activations and the cache, by ``place`` and path: no tensor holds them once
+    it is read."""
     if not isinstance(fields, Mapping) or not depth:
         return
     for name, value in fields.items():
@@ -546,7 +534,7 @@ def _fields(place: str, fields: object, depth: int) -> Iterator[str]:
         if name == ALGORITHM:
             yield from [path] if isinstance(value, str) and value and not any(w in value for w in WEIGHT_ONLY) else []
         elif name not in SETTINGS:
-            yield from _fields(path, value, depth - 1)
+            yield from settings(path, value, depth - 1)
         elif value and value not in USUAL and not (name == "input_activations" and activation_of(dict(fields))):
             yield path
 

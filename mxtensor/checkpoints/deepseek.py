@@ -13,13 +13,12 @@ multiplies. ``X.input_scale`` belongs to static activations and is read as an or
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..tensor.mxtensor import MXTensor
-from .layout import MERGES, Layout, Written, companions, float8_weight, rowwise, tile_size, weight, with_others
+from .layout import MERGES, Layout, beside, companions, float8_weight, tile_size, weight
 from .reading import Checkpoint, Entry
 
 NAME = "deepseek"
@@ -46,29 +45,16 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     builds = {"weight_scale_inv": build, "scale": build, "weight_scale": other}
     entries: dict[str, Entry] = {}
     for scale, made in builds.items():
-        for _, names in companions(checkpoint, "weight", [scale]):
+        for _, names in companions(checkpoint, "weight", scale):
             if checkpoint.tensors[names[0]].dtype in QUANTIZED:
                 entries.setdefault(names[0], Entry(names, made))
     for name, stored in checkpoint.tensors.items():  # stacked experts, which are not the weight of a module
         if name + STACK_SCALE in checkpoint.tensors and stored.dtype in QUANTIZED:
             entries.setdefault(name, Entry((name, name + STACK_SCALE), build))
-    return with_others(checkpoint, entries, (STACK_SCALE, ".weight_scale"))
+    return entries
 
 
-def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    operand = rowwise(name, t, DEEPSEEK, BLOCK)
-    return {name: operand.data.contiguous(), f"{name}_scale_inv": operand.scale.contiguous()}
-
-
-def _config(written: Written) -> dict[str, Any]:
-    quantization = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-        "modules_to_not_convert": written.skipped,
-    }  # fmt: skip
-    return {"config.json": {"quantization_config": quantization}}
-
-
-DEEPSEEK = Layout(
+DEEPSEEK: Layout = Layout(
     NAME,
     "DeepSeek V3 and V3.1, transformers' FineGrainedFP8Config; read: AutoFP8, vLLM's fp8",
     detect=lambda checkpoint: (
@@ -76,11 +62,22 @@ DEEPSEEK = Layout(
         or (not checkpoint.method and any(name.endswith("weight_scale_inv") for name in checkpoint.tensors))
     ),
     read=_read,
-    write=_write,
-    config=_config,
+    write=lambda name, t: beside(name, t, DEEPSEEK, BLOCK, "weight", "weight_scale_inv"),
+    config=lambda written: {
+        "config.json": {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": written.skipped,
+            }
+        }
+    },
     operations=MERGES,
     shared=False,
     activation=lambda recipe, every: ACTIVATION,
     scales=("weight_scale_inv", "weight_scale", "scale", "_scale_inv"),
+    orphans=(STACK_SCALE, ".weight_scale"),
     formats=f"{', '.join(BLOCK)}; read also: float8 with a scale per tensor or row, mxfp8_e4m3, mxfp4_e2m1",
 )

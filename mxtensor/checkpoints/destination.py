@@ -182,12 +182,16 @@ class Destination:
         except OSError as error:
             raise OSError(f"{self.given} cannot be written: {error.strerror or error}") from error
 
-    def move(self) -> None:
-        """Put the folder in the place of the destination; what was there is removed afterwards.
+    def move(self, file: str | None = None) -> None:
+        """Put the folder, or one ``file`` of it, in the place of the destination; what was there is removed afterwards.
 
         Raises FileExistsError for what was put there meanwhile.
         """
         self._check()
+        if file is not None:
+            os.replace(self.folder / file, self.path)
+            shutil.rmtree(self.folder)
+            return
         if self.fills:
             self._fill()
             return
@@ -218,12 +222,6 @@ class Destination:
                 shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
             raise
         self.folder.rmdir()
-
-    def move_file(self, name: str) -> None:
-        """Put one file of the folder in the place of the destination. Raises as ``move``."""
-        self._check()
-        os.replace(self.folder / name, self.path)
-        shutil.rmtree(self.folder)
 
     def __enter__(self) -> Any:
         return self

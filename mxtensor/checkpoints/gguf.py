@@ -151,7 +151,7 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file. Raises ValueError for one that the package gguf cannot read, for tensors that share a name or
     bytes, and for one of several files that llama.cpp has split a model into."""
     needs("gguf", "gguf")
-    out = Checkpoint(path)
+    out = Checkpoint(path, kind="gguf")
     try:
         out.reader = header_of(path)
         places = []
@@ -179,28 +179,22 @@ def open_gguf(path: Path) -> Checkpoint:
     return out
 
 
-def _in_order(packed: Tensor) -> Tensor:
-    """Bytes (..., n) whose low nibbles are the first n values -> the same codes with an even index in a low nibble."""
+CODES = {"MXFP4": ("mxfp4_e2m1", 32, 1), "NVFP4": ("nvfp4_single_level", 64, 4)}
+"""Type of GGUF -> (format, values that its blocks have, scales of a block). Of the bytes that share a scale, the low
+nibbles are the first half of the values."""
+
+
+def _decoded(data: Tensor, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> MXTensor:
+    """Blocks of CODES as a tensor of this package, where a byte has the code of an even index in its low nibble."""
+    format, values, scales = CODES[kind]
+    blocks = data.reshape(*shape[:-1], shape[-1] // values, scales + values // 2)
+    packed = blocks[..., scales:].unflatten(-1, (scales, -1))
     nibbles = torch.cat((packed & 15, packed >> 4), -1)
-    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
-
-
-def _mxfp4(data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> MXTensor:
-    blocks = data.reshape(*shape[:-1], shape[-1] // 32, 17)
-    codes = _in_order(blocks[..., 1:]).flatten(-2)
-    return weight(codes, blocks[..., 0].contiguous(), "mxfp4_e2m1", dtype, shape=shape)
-
-
-def _nvfp4(data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> MXTensor:
-    blocks = data.reshape(*shape[:-1], shape[-1] // 64, 36)
-    codes = _in_order(blocks[..., 4:].unflatten(-1, (4, 8))).flatten(-3)
-    scale = blocks[..., :4].flatten(-2)
-    scale = torch.where((scale & 127) == 127, 0, scale & 127)  # no sign, and no NaN
-    return weight(codes, scale.contiguous(), "nvfp4_single_level", dtype, shape=shape)
-
-
-CODES = {"MXFP4": (_mxfp4, 32), "NVFP4": (_nvfp4, 64)}
-"""Type of GGUF -> (what builds a tensor of its codes, values that its blocks have)."""
+    codes = (nibbles[..., ::2] | nibbles[..., 1::2] << 4).flatten(-3)
+    scale = blocks[..., :scales].flatten(-2).contiguous()
+    if kind == "NVFP4":  # no sign, and no NaN
+        scale = torch.where((scale & 127) == 127, 0, scale & 127)
+    return weight(codes, scale, format, dtype, shape=shape)
 
 
 def _dequantized(data: Tensor, shape: tuple[int, ...], kind: str) -> Tensor:
@@ -221,13 +215,13 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
                 f"{checkpoint.place(name)}: codes in {stored.dtype} with {other}, which multiplies the results of this "
                 "layer in llama.cpp and is not read here; use a file without such scales"
             )
-        make, block = CODES.get(stored.dtype, (None, 1))
-        if make is not None and stored.shape and stored.shape[-1] % block == 0:
-            entries[name] = Entry((name,), partial(make, shape=stored.shape, dtype=checkpoint.dtype))
-        elif stored.dtype in NAMES.values():
+        kind, shape = stored.dtype, stored.shape
+        if kind in CODES and shape and shape[-1] % CODES[kind][1] == 0:
+            entries[name] = Entry((name,), partial(_decoded, shape=shape, dtype=checkpoint.dtype, kind=kind))
+        elif kind in NAMES.values():
             entries[name] = Entry((name,))
         else:
-            entries[name] = Entry((name,), partial(_dequantized, shape=stored.shape, kind=stored.dtype), stored)
+            entries[name] = Entry((name,), partial(_dequantized, shape=shape, kind=kind), stored)
     return entries
 
 
@@ -266,7 +260,8 @@ class GGUFSink(Destination):
             self.checked_write(self._spool.write, memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
 
     def finish(self, files: Mapping[str, Any], source: Path | None = None) -> None:
-        """Write the file and move it to its place. ``files``: ``config.json`` names the architecture."""
+        """Write the file and move it to its place. ``files``: ``config.json`` names the architecture. What llama.cpp
+        calls the type of the file is guessed from its tensors."""
         config = files.get("config.json") or {}
         self.checked_write(self._finish, str(config.get("model_type", "unknown")))
 
@@ -274,11 +269,20 @@ class GGUFSink(Destination):
         gguf = needs("gguf", "gguf")
         self._spool.close()
         fields = {} if self.source is None or self.source.reader is None else self.source.reader.fields
-        key = gguf.Keys.General.ARCHITECTURE
+        keys = gguf.Keys.General
+        key = keys.ARCHITECTURE
         architecture = fields[key].contents() if key in fields else architecture
         writer = gguf.GGUFWriter(out := self.folder / "out.gguf", architecture)
         try:
-            _copy_fields(gguf, writer, fields)
+            for name, field in fields.items():
+                value, kind = field.contents(), field.types[0]
+                if name.startswith("GGUF.") or name in (key, keys.FILE_TYPE) or value in (None, []):
+                    continue
+                inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(name, value, kind, sub_type=inner)
+                if name == keys.ALIGNMENT:
+                    writer.data_alignment = int(value)
+            writer.add_uint32(keys.FILE_TYPE, int(gguf.LlamaFileType.GUESSED))
             for name, (shape, size, kind) in self._infos.items():
                 writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, gguf.GGMLQuantizationType[kind])
             writer.write_header_to_file()
@@ -289,40 +293,23 @@ class GGUFSink(Destination):
                     writer.write_tensor_data(np.fromfile(spool, np.uint8, size))
         finally:
             writer.close()
-        self.move_file(out.name)
+        self.move(out.name)
 
     def __exit__(self, *error: Any) -> None:
         self._spool.close()
         super().__exit__(*error)
 
 
-def _copy_fields(gguf: Any, writer: Any, fields: Mapping[str, Any]) -> None:
-    """Copy the fields of a source; what llama.cpp calls the type of the file is guessed from its tensors."""
-    file_type = gguf.Keys.General.FILE_TYPE
-    for name, field in fields.items():
-        value = field.contents()
-        if name.startswith("GGUF.") or name in (gguf.Keys.General.ARCHITECTURE, file_type) or value in (None, []):
-            continue
-        kind = field.types[0]
-        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, value, kind, sub_type=inner)
-        if name == gguf.Keys.General.ALIGNMENT:
-            writer.data_alignment = int(value)
-    writer.add_uint32(file_type, int(gguf.LlamaFileType.GUESSED))
-
-
-def _halves(data: Tensor, size: int) -> Tensor:
-    """Packed codes of blocks of ``2 * size`` values -> bytes whose low nibbles are the first half of each block."""
-    packed = data.unflatten(-1, (-1, size))
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    return codes[..., :size] | codes[..., size:] << 4
-
-
-def _from_nvfp4(name: str, data: Tensor, scale: Tensor) -> Tensor:
-    if bool((scale > 126).any()):
+def _blocks(name: str, data: Tensor, scale: Tensor, kind: str) -> Tensor:
+    """Codes and scales as blocks of CODES."""
+    if kind == "NVFP4" and bool((scale > 126).any()):
         raise NotImplementedError(f"{name} has negative or NaN scales, which GGUF's NVFP4 cannot store")
-    codes = _halves(data, 8).unflatten(-2, (-1, 4)).flatten(-2)
-    return torch.cat((scale.unflatten(-1, (-1, 4)), codes), -1).flatten(-2)
+    _, values, scales = CODES[kind]
+    half = values // scales // 2
+    packed = data.unflatten(-1, (-1, scales, half))
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    halves = codes[..., :half] | codes[..., half:] << 4
+    return torch.cat((scale.unflatten(-1, (-1, scales)), halves.flatten(-2)), -1).flatten(-2)
 
 
 def _from_mxint8(name: str, data: Tensor, scale: Tensor) -> Tensor:
@@ -339,11 +326,9 @@ def _from_mxint8(name: str, data: Tensor, scale: Tensor) -> Tensor:
 
 
 WRITTEN: dict[str, tuple[str, Callable[[str, Tensor, Tensor], Tensor], int]] = {
-    "mxfp4_e2m1": (
-        "MXFP4", lambda name, data, scale: torch.cat((scale[..., None], _halves(data, 16)), -1).flatten(-2), 32
-    ), "nvfp4_single_level": ("NVFP4", _from_nvfp4, 64),
+    **{format: (kind, partial(_blocks, kind=kind), values) for kind, (format, values, _) in CODES.items()},
     "mxint8": ("Q8_0", _from_mxint8, 32),
-}  # fmt: skip
+}
 """Format -> (type of GGUF, what makes its bytes, values that its blocks have)."""
 
 
@@ -368,7 +353,7 @@ def _type_of(name: str, t: Tensor) -> dict[str, str]:
 GGUF = Layout(
     "gguf",
     "llama.cpp",
-    detect=lambda checkpoint: checkpoint.reader is not None,
+    detect=lambda checkpoint: checkpoint.kind == "gguf",
     read=_read,
     write=_write,
     whole=lambda format: (1, WRITTEN[format.name][2] if format.name in WRITTEN else 1),

@@ -10,6 +10,7 @@ mantissas of an amax in bfloat16 that is one, for which 42 of the 1008 products 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import cache
 
@@ -25,14 +26,8 @@ STEPS = 4
 Combine = Callable[[Tensor, Tensor], Tensor]
 
 
-def divides(scale: Tensor, stored: Tensor) -> Tensor:
-    """compressed-tensors: block scale / stored global scale."""
-    return scale / stored
-
-
-def multiplies(scale: Tensor, stored: Tensor) -> Tensor:
-    """ModelOpt: block scale * stored global scale."""
-    return scale * stored
+divides, multiplies = operator.truediv, operator.mul
+"""Of the scale of a block and the stored global scale: compressed-tensors divides, ModelOpt and torchao multiply."""
 
 
 @cache
@@ -75,14 +70,6 @@ def _nearest(start: Tensor, values: Callable[[Tensor], Tensor], wanted: Tensor, 
     return best
 
 
-def remember(t: MXTensor, combine: Combine, stored: Tensor) -> MXTensor:
-    """Attach the stored global scale to a loaded tensor."""
-    operand = t.rowwise
-    assert operand is not None and operand.global_scale is not None
-    setattr(t, STORED, (operand.global_scale.clone(), combine, stored.clone()))
-    return t
-
-
 def steps(t: MXTensor, combine: Combine) -> bool:
     """Whether ``stored_for(t, combine)`` is read back as another global scale: codes stay, and values may differ by
     a float32 step."""
@@ -102,14 +89,13 @@ def stored_for(t: MXTensor, combine: Combine) -> Tensor:
     loaded: tuple[Tensor, Combine, Tensor] | None = getattr(t, STORED, None)
     if loaded is not None and loaded[1] is combine and torch.equal(loaded[0], scale):
         return loaded[2].reshape(()).clone() if loaded[2].numel() == 1 else loaded[2].clone()
-    if scale.numel() and bool((scale == scale.flatten()[0]).all()):  # one number, as for a matrix
-        return _stored(scale.flatten()[0], combine, t.dtype)
-    return torch.stack([_stored(one, combine, t.dtype) for one in scale.flatten()]).view(scale.shape)
-
-
-def _stored(scale: Tensor, combine: Combine, dtype: torch.dtype) -> Tensor:
-    start = scale if combine is multiplies else 1.0 / scale
-    if not (bool(start.isfinite()) and float(start) > 0):
-        raise ValueError(f"the global scale is {float(scale)}, which has no reciprocal to store")
     elements, scales = _tables()
-    return _nearest(start, lambda stored: elements * combine(scales, stored), elements * scales * scale, dtype)
+    equal = scale.numel() > 0 and bool((scale == scale.flatten()[0]).all())
+    found = []
+    for one in scale.flatten()[:1] if equal else scale.flatten():  # one number, as for a matrix
+        start = one if combine is multiplies else 1.0 / one
+        if not (bool(start.isfinite()) and float(start) > 0):
+            raise ValueError(f"the global scale is {float(one)}, which has no reciprocal to store")
+        wanted = elements * scales * one
+        found.append(_nearest(start, lambda stored: elements * combine(scales, stored), wanted, t.dtype))
+    return found[0] if equal else torch.stack(found).view(scale.shape)

@@ -8,13 +8,12 @@ other names: ``mlp1_weight.blocks``.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..tensor.mxtensor import MXTensor
-from .layout import Layout, Written, weight, with_others
+from .layout import Layout, weight
 from .reading import Checkpoint, Entry
 
 NAMES = (("_blocks", "_scales"), (".blocks", ".scales"))
@@ -43,7 +42,7 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
             if other not in checkpoint.tensors:
                 raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks {other}")
             entries[model_name] = Entry((name, other), partial(_codes, dtype=checkpoint.dtype))
-    return with_others(checkpoint, entries, ("_scales", ".scales"))
+    return entries
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
@@ -55,11 +54,6 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
         )
     blocks = operand.data.reshape(*operand.scale.shape, 16)
     return {f"{name}_blocks": blocks, f"{name}_scales": operand.scale}
-
-
-def _config(written: Written) -> dict[str, Any]:
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": written.skipped}
-    return {"config.json": {"quantization_config": quantization}}
 
 
 GPT_OSS = Layout(
@@ -75,7 +69,9 @@ GPT_OSS = Layout(
     read=_read,
     write=_write,
     whole=lambda format: (32, 1),
-    config=_config,
+    config=lambda written: {
+        "config.json": {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": written.skipped}}
+    },
     dims=(3,),
     scales=("_scales", ".scales"),
     formats="mxfp4_e2m1, stacked experts",

@@ -20,13 +20,13 @@ from torch import Tensor
 from ..core.arguments import described
 from ..core.names import dtype_name
 from ..numerics.cast import Cast
-from ..numerics.formats import FORMATS, Format, Orientation
+from ..numerics.formats import FORMATS, Format
 from ..numerics.operand import Operand
 from ..numerics.validate import check_components
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .global_scale import Combine, decoded, remember
-from .names import Known, matrix_orientation
+from .global_scale import STORED, Combine, decoded, multiplies, stored_for
+from .names import Known
 from .reading import Checkpoint, Entry
 
 NAMED = 5
@@ -37,8 +37,6 @@ MERGES = (("MergeModulelist",), ("MergeModulelist", "Concatenate"))
 """How transformers stacks experts that a checkpoint stores one by one."""
 SPLITS = (("Chunk",), ("Split",))
 """How it splits a fused projection by rows."""
-EXPERT = re.compile(r"\.experts\.\d+\.")
-"""In the name of a matrix of one expert."""
 STATIC = (
     "input_scale", "input_global_scale", "activation_scale", "output_scale", "q_scale", "k_scale", "v_scale",
     "prob_scale",
@@ -72,8 +70,6 @@ def format_of_inputs(recipe: LinearRecipe) -> str | None:
 class Written:
     """What a layout has written so far, for its configuration."""
 
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """``config.json`` of the model, if there is one."""
     known: Known = field(default_factory=lambda: Known(None))
     """The model, as far as it is known."""
     weights: dict[str, LinearRecipe] = field(default_factory=dict)
@@ -90,15 +86,6 @@ class Written:
     """Modules whose inputs have a static scale, which is stored beside the weight."""
     stepped: list[str] = field(default_factory=list)
     """Names of quantized tensors whose global scale is read back as another float32: ``global_scale.steps``."""
-
-    def orientation(self, name: str, shape: Sequence[int]) -> Orientation | None:
-        """Which dimension of a tensor products contract; None: no product has it. The model decides if it is known."""
-        return self.known.orientation(name) or matrix_orientation(name, shape, self.config)
-
-    def is_expert(self, name: str) -> bool:
-        """Whether a matrix is one expert of many, which the model stacks."""
-        loaded = self.known.loaded(name)
-        return "MergeModulelist" in loaded.operations or (not loaded.parameters and EXPERT.search(name) is not None)
 
     def modules(self, names: Iterable[str]) -> list[str]:
         """The modules of tensors: their names in the files, and those in transformers, which its reader compares."""
@@ -137,7 +124,7 @@ class Layout:
     detect: Callable[[Checkpoint], bool]
     """Whether an opened checkpoint has this layout."""
     read: Callable[[Checkpoint], dict[str, Entry]]
-    """Name of a tensor of the model -> how it is made of stored tensors. Values are not loaded."""
+    """Name of a quantized tensor of the model -> how it is made of stored tensors. Values are not loaded."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] | None = None
     """(name, tensor) -> stored tensors; None: this layout is only read. Raises NotImplementedError for a format that
     the layout cannot hold."""
@@ -162,6 +149,9 @@ class Layout:
     scales: tuple[str, ...] = ()
     """The names of scales that it reads, or their ends; others beside codes are refused. Without any, its metadata says
     what belongs together, and float8 without a scale is an ordinary tensor."""
+    orphans: tuple[str, ...] | None = None
+    """Ends of the names of tensors that are never by themselves: the codes of one that is left are missing. None: those
+    of ``scales``."""
     static_scales: bool = True
     """Whether scales of static activations are stored, as tensors of their own name."""
     input_scales: bool = False
@@ -216,10 +206,16 @@ class Layout:
         return not operations or every is None or operations in every
 
     def entries(self, checkpoint: Checkpoint) -> dict[str, Entry]:
-        """``read``. Raises ValueError or NotImplementedError that names the file or folder, also for codes whose scales
-        the layout does not read."""
+        """``read``, and all other tensors as they are. Raises ValueError or NotImplementedError that names the file or
+        folder, also for codes whose scales the layout does not read, and for scales whose codes are missing."""
         try:
             found = self.read(checkpoint)
+            taken = {source for entry in found.values() for source in entry.sources}
+            for name in checkpoint.tensors:
+                if name not in taken:
+                    if name.endswith(self.scales if self.orphans is None else self.orphans):
+                        raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks the weight of this scale")
+                    found[name] = Entry((name,))
             used = {s for entry in found.values() if len(entry.sources) > 1 for s in entry.sources}
             described = {name: (stored.dtype, stored.shape) for name, stored in checkpoint.tensors.items()}
             check_scales(self.name, described, used, self.scales, checkpoint.place)
@@ -239,21 +235,27 @@ def weight(
     scale: Tensor,
     format: Format | str,
     dtype: torch.dtype,
-    global_scale: Tensor | None = None,
     activation: Cast | str | None = None,
     shape: tuple[int, ...] | None = None,
     columnwise: bool = False,
+    whole: Tensor | None = None,
+    combine: Combine = multiplies,
 ) -> MXTensor:
     """An MXTensor of stored codes and scales, which are checked. ``columnwise``: they belong to the transpose.
+    ``whole``: the stored global scale, which other readers put to the scale of a block by ``combine``.
 
     Raises TypeError or ValueError for tensors that do not fit the format or each other.
     """
     row = FORMATS[format] if isinstance(format, str) else format
+    global_scale = None if whole is None else decoded(whole, combine, dtype)
     operand = check_components(data, scale, row, shape, global_scale)
-    if operand.global_scale is not None:
-        check_global_scale(operand.scale_view, operand.global_scale, row)
     recipe = LinearRecipe.inference(Cast(row), activation)
-    return MXTensor(None, operand, recipe, dtype) if columnwise else MXTensor(operand, None, recipe, dtype)
+    out = MXTensor(None, operand, recipe, dtype) if columnwise else MXTensor(operand, None, recipe, dtype)
+    if whole is not None and operand.global_scale is not None:
+        check_global_scale(operand.scale_view, operand.global_scale, row)
+        if not columnwise:
+            setattr(out, STORED, (operand.global_scale.clone(), combine, whole.clone()))
+    return out
 
 
 def check_global_scale(scale: Tensor, global_scale: Tensor, format: Format) -> None:
@@ -327,8 +329,7 @@ def nvfp4_weight(
     if len(stored) != 1 or stored[0].numel() != 1 or stored[0].dtype != torch.float32:
         got = [(str(t.dtype), tuple(t.shape)) for t in stored]
         raise ValueError(f"NVFP4 needs {name}, one float32; got {got or 'none'}")
-    here = decoded(stored[0], combine, dtype)
-    return remember(weight(data, scale, "nvfp4", dtype, here, activation), combine, stored[0])
+    return weight(data, scale, "nvfp4", dtype, activation, whole=stored[0], combine=combine)
 
 
 def tile_size(sizes: object) -> int | None:
@@ -345,40 +346,14 @@ def tile_size(sizes: object) -> int | None:
     return sizes[0]
 
 
-def companions(
-    checkpoint: Checkpoint, data: str, required: Sequence[str], optional: Sequence[str] = ()
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(module, stored names) of every tensor called ``MODULE.data`` that has companions; those required come first.
-
-    Raises ValueError if only some of the required companions exist.
-    """
+def companions(checkpoint: Checkpoint, data: str, scale: str, *others: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(module, stored names) of every ``MODULE.data`` with ``MODULE.scale``; those of ``others`` that exist follow."""
     for name in checkpoint.tensors:
         module, _, leaf = name.rpartition(".")
-        if leaf != data:
-            continue
         prefix = name.removesuffix(data)
-        names = [prefix + other for other in required]
-        lacks = [other for other in names if other not in checkpoint.tensors]
-        if not lacks:
-            more = [prefix + other for other in optional]
-            yield module, (name, *names, *(other for other in more if other in checkpoint.tensors))
-        elif len(lacks) < len(names):
-            raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks {', '.join(lacks)}")
-
-
-def with_others(checkpoint: Checkpoint, entries: dict[str, Entry], scales: Iterable[str] = ()) -> dict[str, Entry]:
-    """``entries`` in the order of the file, and all other tensors as they are.
-
-    Raises ValueError for a left-over tensor whose name ends in one of ``scales``: its weight is missing.
-    """
-    used = {source for entry in entries.values() for source in entry.sources}
-    endings = tuple(scales)
-    for name in checkpoint.tensors:
-        if name not in used:
-            if endings and name.endswith(endings):
-                raise ValueError(f"{checkpoint.place(name)}: the checkpoint lacks the weight of this scale")
-            entries[name] = Entry((name,))
-    return entries
+        if leaf == data and prefix + scale in checkpoint.tensors:
+            more = [prefix + other for other in others]
+            yield module, (name, prefix + scale, *(other for other in more if other in checkpoint.tensors))
 
 
 def is_float_code(dtype: str, shape: Sequence[int]) -> bool:
@@ -494,3 +469,13 @@ def rowwise(
             f"{layout.name} holds {what}, in whole blocks of {rows}x{columns} values; skip it, or use the layout native"
         )
     return operand
+
+
+def beside(name: str, t: MXTensor, layout: Layout, formats: Collection[str], *ends: str) -> dict[str, Tensor]:
+    """What a layout stores of a matrix in one of ``formats``: codes, scales and a global scale, called by ``ends`` in
+    the place of ``weight``. Raises as ``rowwise``."""
+    operand, module = rowwise(name, t, layout, formats), name.removesuffix("weight")
+    stored = [operand.data, operand.scale]
+    if operand.global_scale is not None and layout.combine is not None:
+        stored = [operand.data, operand.scale_view, stored_for(t, layout.combine)]
+    return {f"{module}{end}": tensor for end, tensor in zip(ends, stored, strict=False)}

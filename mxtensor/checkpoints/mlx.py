@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.arguments import described
 from ..tensor.mxtensor import MXTensor
-from .layout import Layout, Written, columns_of_blocks, companions, rowwise, weight, with_others
+from .layout import Layout, Written, beside, columns_of_blocks, companions, weight
 from .names import module_of
 from .reading import Checkpoint, Entry
 
@@ -45,17 +45,15 @@ def _codes(words: Tensor, scale: Tensor, mode: str, dtype: torch.dtype) -> MXTen
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
-    entries = {
+    return {
         names[0]: Entry(names, partial(_codes, mode=_mode(checkpoint, module), dtype=checkpoint.dtype))
-        for module, names in companions(checkpoint, "weight", ["scales"])
+        for module, names in companions(checkpoint, "weight", "scales")
     }
-    return with_others(checkpoint, entries, (".scales",))
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    operand = rowwise(name, t, MLX, MODES)
-    words = operand.data.contiguous().view(torch.uint8).view(torch.uint32)
-    return {name: words, f"{name.removesuffix('weight')}scales": operand.scale}
+    out = beside(name, t, MLX, MODES, "weight", "scales")
+    return out | {name: out[name].contiguous().view(torch.uint8).view(torch.uint32)}
 
 
 def _config(written: Written) -> dict[str, Any]:
@@ -85,5 +83,6 @@ MLX = Layout(
     dims=(2, 3),
     embeddings=True,
     scales=("scales",),
+    orphans=(".scales",),
     formats=", ".join(MODES),
 )

@@ -19,22 +19,22 @@ from torch import Tensor
 from ..core.names import dtype_name
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .global_scale import multiplies, stored_for
+from .global_scale import multiplies
 from .layout import (
     Layout,
     Written,
+    beside,
     columns_of_blocks,
     companions,
     float8_weight,
     format_of_inputs,
     nvfp4_weight,
-    rowwise,
     weight,
-    with_others,
 )
 from .reading import Checkpoint, Entry
 
 NAME = "modelopt"
+ENDS = ("weight", "weight_scale", "weight_scale_2")
 ALGORITHMS = {"nvfp4": ("NVFP4", 16), "mxfp8_e4m3": ("MXFP8", 32), "mxfp4_e2m1": ("mxfp4", 32)}
 """Format -> quant_algo and group_size."""
 WITH_ACTIVATION = {
@@ -58,20 +58,8 @@ def _codes(data: Tensor, scale: Tensor, *second: Tensor, dtype: torch.dtype) -> 
 
 
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
-    entries = {
-        names[0]: Entry(names, partial(_codes, dtype=checkpoint.dtype))
-        for _, names in companions(checkpoint, "weight", ["weight_scale"], ["weight_scale_2"])
-    }
-    return with_others(checkpoint, entries, ("weight_scale", "weight_scale_2"))
-
-
-def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    operand = rowwise(name, t, MODELOPT, ALGORITHMS)
-    out = {name: operand.data, f"{name}_scale": operand.scale}
-    if operand.global_scale is not None:
-        out[f"{name}_scale"] = operand.scale_view
-        out[f"{name}_scale_2"] = stored_for(t, multiplies)
-    return out
+    build = partial(_codes, dtype=checkpoint.dtype)
+    return {names[0]: Entry(names, build) for _, names in companions(checkpoint, *ENDS)}
 
 
 def _algorithm(recipes: Collection[LinearRecipe]) -> tuple[str, str | None]:
@@ -98,7 +86,7 @@ def _config(written: Written) -> dict[str, Any]:
     }
 
 
-MODELOPT = Layout(
+MODELOPT: Layout = Layout(
     NAME,
     "NVIDIA ModelOpt; vLLM, SGLang, TensorRT-LLM read it",
     detect=lambda checkpoint: (
@@ -106,12 +94,12 @@ MODELOPT = Layout(
         or (not checkpoint.method and bool(checkpoint.json("hf_quant_config.json").get("quantization")))
     ),
     read=_read,
-    write=_write,
+    write=lambda name, t: beside(name, t, MODELOPT, ALGORITHMS, *ENDS),
     whole=columns_of_blocks,
     input_scales=True,
     config=_config,
     activation=lambda recipe, every: _algorithm(every)[1],
     combine=multiplies,
-    scales=("weight_scale", "weight_scale_2"),
+    scales=ENDS[1:],
     formats=f"{', '.join(ALGORITHMS)}; read also: float8 with one scale per tensor",
 )

@@ -7,6 +7,7 @@ transformers builds of a configuration; names alone decide for what no such mode
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
@@ -57,6 +58,8 @@ TRANSPOSED = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_p
 (experts, out, in)."""
 STACKED = tuple(sorted({name for names in EXPERTS for name in names}))
 """Parameters of a module ``experts`` that are stacks, of transformers."""
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In the name of a matrix of one expert."""
 PARALLEL = ("input_linear", "output_linear")
 """Modules of transformers' ParallelExperts."""
 
@@ -208,19 +211,22 @@ def names_in_files(config: Mapping[str, Any], wanted: Iterable[str], stored: Ite
 class Known:
     """What ``quantize_`` would do with each tensor of a checkpoint, decided by a model without values.
 
-    ``stored``: the names of tensors in its files. ``Known(None)`` knows nothing, ``Known(model)`` no names in files.
+    ``stored``: the names of tensors in its files; ``config``: its ``config.json``. ``Known(None)`` knows nothing,
+    ``Known(model)`` no names in files.
     """
 
-    def __init__(self, model: nn.Module | None, stored: Iterable[str] = ()) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module | None, stored: Iterable[str] = (), config: Mapping[str, Any] | None = None
+    ) -> None:
+        self.model, self.config = model, config or {}
         self._loaded = {} if model is None else loaded_by(model, stored)
         self._lookups, self._tied = (set[str](), set[str]()) if model is None else tied_to_embeddings(model)
         self._pairs = {} if model is None else tied_keys(model)
 
     @cached_property
-    def _kinds(self) -> dict[str, Kind]:
+    def _kinds(self) -> dict[str, Kind | None]:
         """Parameter -> its kind, of those that ``quantize_`` converts; without weights that are computed from others,
-        which it refuses."""
+        which it refuses. Experts of unknown kinds have None."""
         if self.model is None:
             return {}
         usual = default_filter(self.model)
@@ -230,17 +236,15 @@ class Known:
             return usual(module, fqn) and all(isinstance(weight, nn.Parameter | None) for weight in weights)
 
         found = without_heads(self.model, weights_to_quantize(self.model, accepts))
-        return {weight.fqn: weight.kind for weight in found if weight.fqn not in self._tied}
-
-    @cached_property
-    def _experts(self) -> set[str]:
-        return set() if self.model is None else {weight.fqn for weight in unknown_experts(self.model)}
+        kinds: dict[str, Kind | None] = {w.fqn: w.kind for w in found if w.fqn not in self._tied}
+        return kinds | {weight.fqn: None for weight in unknown_experts(self.model)}
 
     @cached_property
     def _is_complete(self) -> bool:
         """Whether the files have all weights of the model that ``quantize_`` converts."""
         there = {parameter for loaded in self._loaded.values() for parameter in loaded.parameters}
-        return bool(self._kinds) and all(name in there or self._pairs.get(name) in there for name in self._kinds)
+        names = [name for name, kind in self._kinds.items() if kind is not None]
+        return bool(names) and all(name in there or self._pairs.get(name) in there for name in names)
 
     def loaded(self, name: str) -> Loaded:
         """What transformers makes of a tensor; nothing for one that the model does not have."""
@@ -266,15 +270,20 @@ class Known:
         other tensors, the one that it leaves out may be one of them, with the name of another library.
         """
         parameters = self.loaded(name).parameters
-        if not (parameters or self._is_complete) or not self._experts.isdisjoint(parameters):
-            return None
-        return any(parameter in self._kinds for parameter in parameters)
+        kinds = [self._kinds[parameter] for parameter in parameters if parameter in self._kinds]
+        return None if None in kinds or not (parameters or self._is_complete) else bool(kinds)
 
-    def orientation(self, name: str) -> Orientation | None:
-        """Which dimension products contract, of a tensor that is a weight as it is stored; None if it is not known."""
+    def orientation(self, name: str, shape: Sequence[int]) -> Orientation | None:
+        """Which dimension of a tensor products contract; None: no product has it. The model decides if it is known, and
+        the tensor is a weight as it is stored."""
         loaded = self.loaded(name)
         kind = self._kinds.get(loaded.parameters[0]) if len(loaded.parameters) == 1 and not loaded.operations else None
-        return None if kind is None else kind.orientation
+        return matrix_orientation(name, shape, self.config) if kind is None else kind.orientation
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a matrix is one expert of many, which the model stacks."""
+        loaded = self.loaded(name)
+        return "MergeModulelist" in loaded.operations or (not loaded.parameters and EXPERT.search(name) is not None)
 
 
 # ---------------------------------------------------------------------------------------------- shared weights

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
+from operator import eq
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from ..core.shapes import contiguous_stride
 from ..recipe.linear_recipe import LinearRecipe, recipe_from_row
 from ..tensor.mxtensor import MXTensor
 from ..tensor.pickles import rebuild, rebuild_with_attributes
-from .layout import MERGES, SPLITS, Layout, format_of_inputs, with_others
+from .layout import MERGES, SPLITS, Layout, format_of_inputs
 from .names import names_in_files
 from .reading import Checkpoint, Entry
 
@@ -132,7 +133,7 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
             f"{checkpoint.place(lost)}: the file has no metadata that says its format: another program has written the "
             "file without it; make the checkpoint again"
         )
-    return with_others(checkpoint, entries)
+    return entries
 
 
 def closest(name: str, others: list[str]) -> str | None:
@@ -148,14 +149,10 @@ def closest(name: str, others: list[str]) -> str | None:
     for other in others:
         theirs = other.split(".")
         if theirs[-1] == components[-1] and [c for c in theirs if c.isdigit()] == numbers:
-            scores[other] = _agree(components, theirs) + _agree(components[::-1], theirs[::-1])
+            ends = (components, theirs), (components[::-1], theirs[::-1])
+            scores[other] = sum([*map(eq, *pair), False].index(False) for pair in ends)
     best = [other for other, score in scores.items() if score == max(scores.values())]
     return best[0] if len(best) == 1 and scores[best[0]] > 1 else None
-
-
-def _agree(a: list[str], b: list[str]) -> int:
-    """How many components agree at the front."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 NATIVE = Layout(

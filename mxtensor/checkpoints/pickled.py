@@ -23,7 +23,8 @@ from .reading import Checkpoint, Entry, Stored, check_file, weight_map
 from .torchao import CLASSES
 
 ENDINGS = (".bin", ".pt", ".pth")
-INDEX = "pytorch_model.bin.index.json"
+ONE_FILE, INDEX = PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Files of a folder: all tensors, or the list of its shards."""
 NESTED = ("state_dict", "model", "module", "model_state_dict")
 """Keys under which training scripts store the state dict among other things."""
 
@@ -68,40 +69,16 @@ STAND_INS: list[Any] = [
 """(class, full name of a class of torchao)."""
 
 
-class PickledCheckpoint(Checkpoint):
-    """Opened files of ``torch.save``. Their tensors are mapped into memory, and read when they are used."""
-
-    state: dict[str, Any]
-    sizes: dict[Path, int]
-    """Bytes of the files when they were opened."""
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor of the file. Raises ValueError for a file that is shorter now: using its pages would be SIGBUS."""
-        file = self.tensors[name].file
-        if file.stat().st_size < self.sizes[file]:
-            raise ValueError(f"{self.place(name)}: the file has changed since it was opened")
-        return self.state[name]  # type: ignore[no-any-return]
-
-
-def is_pickled(path: Path) -> bool:
-    """Whether a path is a file of ``torch.save``, or a folder with some and without safetensors."""
-    if path.is_dir():
-        return (path / INDEX).is_file() or (path / "pytorch_model.bin").is_file()
-    return path.is_file() and path.suffix in ENDINGS
-
-
-def open_pickled(path: Path) -> PickledCheckpoint:
+def open_pickled(path: Path) -> Checkpoint:
     """Open a file, or a folder with ``pytorch_model.bin`` or its shards. Raises ValueError that names the file."""
-    out = PickledCheckpoint(path)
-    out.state, out.sizes = {}, {}
-    files = [path] if path.is_file() else [path / "pytorch_model.bin"]
+    out = Checkpoint(path, kind="pickle")
+    files = [path] if path.is_file() else [path / ONE_FILE]
     if (path / INDEX).is_file():
         files = sorted({path / name for name in weight_map(path / INDEX).values()})
     for file in files:
-        out.sizes[file] = file.stat().st_size
+        size = file.stat().st_size
         for name, t in state_dict_of(file).items():
-            out.add(name, Stored(file, dtype_name(t.dtype), tuple(t.shape)))
-            out.state[name] = t
+            out.add(name, Stored(file, dtype_name(t.dtype), tuple(t.shape), mapped=(t, size)))
     return out
 
 
@@ -161,7 +138,7 @@ def _built(t: Tensor) -> Tensor:
 PICKLED = Layout(
     "pickle",
     "torch.save of a state dict, torchao included (read only)",
-    detect=lambda checkpoint: isinstance(checkpoint, PickledCheckpoint),
+    detect=lambda checkpoint: checkpoint.kind == "pickle",
     read=lambda checkpoint: {name: Entry((name,), _built) for name in checkpoint.tensors},
     formats="those of this package and of the layout torchao",
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .layout import Layout, format_of_inputs, with_others
+from .layout import Layout, format_of_inputs
 
 PLAIN = Layout(
     "plain",
     "transformers and others, without quantization",
     detect=lambda checkpoint: not checkpoint.method and "quantization" not in checkpoint.config,
-    read=lambda checkpoint: with_others(checkpoint, {}),
+    read=lambda checkpoint: {},
     write=lambda name, t: {name: t.dequantize()},
     one_file=True,
     embeddings=True,

@@ -8,25 +8,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..core.arguments import described
-from ..tensor.mxtensor import MXTensor
 from .layout import (
     Layout,
     Written,
+    beside,
     columns_of_blocks,
     companions,
     float8_weight,
     format_of_inputs,
-    rowwise,
     weight,
-    with_others,
 )
 from .reading import Checkpoint, Entry
 
 NAME = "quark"
+ENDS = ("weight", "weight_scale")
 FORMATS_BY_DTYPE = {
     "fp4": "mxfp4_e2m1",
     "fp6_e2m3": "mxfp6_e2m3",
@@ -54,23 +50,14 @@ def _dtype_of(checkpoint: Checkpoint, module: str) -> str:
     return dtype
 
 
-def _codes(data: Tensor, scale: Tensor, format: str, dtype: torch.dtype) -> MXTensor:
-    if data.dtype is not torch.uint8:
-        return float8_weight(data, scale, dtype)
-    return weight(data, scale, format, dtype)
-
-
 def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
     entries = {}
-    for module, names in companions(checkpoint, "weight", ["weight_scale"]):
-        format = FORMATS_BY_DTYPE[_dtype_of(checkpoint, module)]
-        entries[names[0]] = Entry(names, partial(_codes, format=format, dtype=checkpoint.dtype))
-    return with_others(checkpoint, entries, ("weight_scale",))
-
-
-def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
-    operand = rowwise(name, t, QUARK, DTYPES)
-    return {name: operand.data, f"{name}_scale": operand.scale}
+    for module, names in companions(checkpoint, "weight", "weight_scale"):
+        format, dtype = FORMATS_BY_DTYPE[_dtype_of(checkpoint, module)], checkpoint.dtype
+        packed = checkpoint.tensors[names[0]].dtype == "U8"
+        build = partial(weight, format=format, dtype=dtype) if packed else partial(float8_weight, dtype=dtype)
+        entries[names[0]] = Entry(names, build)
+    return entries
 
 
 def _cast(format: str, dynamic: bool) -> dict[str, Any]:
@@ -100,15 +87,15 @@ def _config(written: Written) -> dict[str, Any]:
     return {"config.json": {"quantization_config": quantization}}
 
 
-QUARK = Layout(
+QUARK: Layout = Layout(
     NAME,
     "AMD Quark; vLLM and SGLang read it",
     detect=lambda checkpoint: checkpoint.method == "quark",
     read=_read,
-    write=_write,
+    write=lambda name, t: beside(name, t, QUARK, DTYPES, *ENDS),
     whole=columns_of_blocks,
     config=_config,
     activation=lambda recipe, every: found if (found := format_of_inputs(recipe)) in DTYPES else None,
-    scales=("weight_scale",),
+    scales=ENDS[1:],
     formats=", ".join(DTYPES),
 )

@@ -122,11 +122,9 @@ class Stored:
     offset: int | None = None
     """The first byte of its values in the file; None: a library reads it."""
     nbytes: int = 0
-
-
-def as_stored(t: Tensor) -> Tensor:
-    """A stored tensor as it is."""
-    return t
+    mapped: tuple[Tensor, int] | None = field(default=None, compare=False)
+    """A tensor whose values are mapped from a pickle, and read when it is used; the bytes of the file when it was
+    opened."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,8 @@ class Entry:
     """A tensor of the model: the stored tensors it is made of, and how."""
 
     sources: tuple[str, ...]
-    build: Callable[..., Tensor] = as_stored
+    build: Callable[..., Tensor] | None = None
+    """None: it is the only source as it is."""
     encoded: Stored | None = None
     """A tensor of a type that this package decodes when it reads it; None: ``build`` makes what is stored."""
 
@@ -166,6 +165,8 @@ class Checkpoint:
     """``config.json``; empty if there is none."""
     streams: bool = False
     """Whether memory of tensors that are freed holds the next ones: faster, for who reads a tensor once."""
+    kind: str = "safetensors"
+    """Of its files: safetensors, gguf or pickle."""
     reader: Any = None
     """The reader of the package ``gguf``, of a GGUF file; it has the other fields of the header."""
     _buffers: Buffers = field(default_factory=Buffers)
@@ -228,9 +229,15 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """The values of a stored tensor, or the bytes of its blocks if its type has no dtype here.
 
-        Raises ValueError that names file and tensor.
+        Raises ValueError that names file and tensor, also for a mapped file that is shorter now: its pages would be a
+        SIGBUS.
         """
         stored = self.tensors[name]
+        if stored.mapped is not None:
+            found, size = stored.mapped
+            if stored.file.stat().st_size < size:
+                raise ValueError(f"{self.place(name)}: the file has changed since it was opened")
+            return found
         dtype = DTYPES.get(stored.dtype)
         library_error = getattr(sys.modules.get("safetensors"), "SafetensorError", OSError)  # GGUF does not need it
         try:
@@ -248,7 +255,8 @@ class Checkpoint:
     def load(self, name: str, entry: Entry) -> Tensor:
         """The tensor that an entry describes. Raises ValueError or NotImplementedError that names file and tensor."""
         try:
-            return entry.build(*map(self.tensor, entry.sources))
+            stored = map(self.tensor, entry.sources)
+            return next(stored) if entry.build is None else entry.build(*stored)
         except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError) as error:
             if any(str(error).startswith(self.place(source)) for source in entry.sources):
                 raise

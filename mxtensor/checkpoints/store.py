@@ -35,10 +35,10 @@ from .mlx import MLX
 from .modelopt import MODELOPT
 from .names import Known, stored_by_others, tied_layers, usual_heads
 from .native import NATIVE
-from .pickled import PICKLED, is_pickled, open_pickled
+from .pickled import ENDINGS, PICKLED, PICKLES, open_pickled
 from .plain import PLAIN
 from .quark import QUARK
-from .reading import DTYPES, Checkpoint, as_stored, named_dtype, open_checkpoint, read_json
+from .reading import DTYPES, Checkpoint, named_dtype, open_checkpoint, read_json
 from .torchao import TORCHAO
 from .writing import Sink
 
@@ -80,17 +80,15 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
 def opened(path: str | Path) -> Checkpoint:
     """Open a folder or a file. Raises FileNotFoundError or ValueError with the reason."""
     path = Path(path)
-    if path.is_dir() and not any(path.glob("*.safetensors*")):
-        files = sorted(path.glob("*.gguf"))
-        if len(files) == 1:
-            return open_gguf(files[0])
-        if files:
-            raise ValueError(f"{path} has {len(files)} GGUF files; pass one of them: {files[0].name} ...")
-        if is_pickled(path):
-            return open_pickled(path)
-    if path.is_file() and is_pickled(path):
-        return open_pickled(path)
-    return open_gguf(path) if path.is_file() and path.suffix == ".gguf" else open_checkpoint(path)
+    if path.is_dir() and any(path.glob("*.safetensors*")):
+        return open_checkpoint(path)
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path] if path.suffix == ".gguf" else []
+    if len(files) > 1:
+        raise ValueError(f"{path} has {len(files)} GGUF files; pass one of them: {files[0].name} ...")
+    if files and files[0].is_file():
+        return open_gguf(files[0])
+    pickled = any((path / name).is_file() for name in PICKLES) or (path.is_file() and path.suffix in ENDINGS)
+    return open_pickled(path) if pickled else open_checkpoint(path)
 
 
 def load(path: str | Path, layout: str | None = None) -> dict[str, Tensor]:
@@ -136,7 +134,7 @@ def save(
     else:
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
     _check_state(state, chosen)
-    written = Written(config, Known(model if isinstance(model, nn.Module) else None))
+    written = Written(Known(model if isinstance(model, nn.Module) else None, config=config))
     with sink_of(chosen, path, max_shard_bytes, overwrite, None) as sink:
         for name, value in state.items():
             store_tensor(sink, chosen, written, name, values_of(value))
@@ -228,20 +226,21 @@ def check_destination(path: str | Path, layout: str, overwrite: bool) -> None:
 def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: Tensor) -> None:
     """Add a tensor to a checkpoint as the layout stores it."""
     assert layout.write is not None
+    known = written.known
     if isinstance(value, MXTensor) and not value.numel() and not layout.empty:
         value = value.dequantize()
     if isinstance(value, MXTensor):
-        if not layout.embeddings and written.known.is_lookup(name):
+        if not layout.embeddings and known.is_lookup(name):
             raise NotImplementedError(
                 f"{name} is a quantized embedding, which no reader of the layout {layout.name} decodes; use the layout "
                 "native, or leave embeddings in high precision (include_head=False)"
             )
-        if not layout.shared and written.known.is_shared(name):
+        if not layout.shared and known.is_shared(name):
             raise NotImplementedError(
                 f"{name} is the weight of two layers, and readers of the layout {layout.name} look for the scales of "
                 "each; use the layout native, or leave both in high precision (filter_fn)"
             )
-        if not layout.experts and written.is_expert(name):
+        if not layout.experts and known.is_expert(name):
             raise NotImplementedError(
                 f"{name} is one expert of many, which readers of the layout {layout.name} stack before they decode; "
                 "use the layout compressed-tensors or native"
@@ -263,9 +262,9 @@ def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: 
             written.static.add(module)
         if value.is_floating_point() and value.dim() == 2 and name.endswith(".weight"):
             written.others.append(name)
-        elif value.is_floating_point() and value.dim() == 3 and written.orientation(name, value.shape) is not None:
+        elif value.is_floating_point() and value.dim() == 3 and known.orientation(name, value.shape) is not None:
             written.stacks.append(name)
-    parameters = written.known.names_of(name) if layout.parameter_names else (name,)
+    parameters = known.names_of(name) if layout.parameter_names else (name,)
     metadata = layout.metadata or (lambda name, value: {})
     sink.add(stored, {k: v for other in parameters for k, v in metadata(other, value).items()})
 
@@ -277,9 +276,9 @@ def config_files(layout: Layout, written: Written) -> dict[str, Any]:
     if model is not None:
         written.others += tied_layers(model, {p for name in written.weights for p in written.known.names_of(name)})
     else:
-        written.others += usual_heads(written.config, written.weights, written.others)
+        written.others += usual_heads(written.known.config, written.weights, written.others)
     files = layout.config(written) if layout.config is not None and written.weights else {}
-    if "config.json" in files and named_dtype(written.config) is None:
+    if "config.json" in files and named_dtype(written.known.config) is None:
         files["config.json"]["dtype"] = dtype_name(written.values.most_common(1)[0][0])  # of most values
     return files
 
@@ -337,7 +336,7 @@ def info(path: str | Path, progress: bool = False) -> Info:
             stored = checkpoint.tensors[entry.sources[0]]
             if entry.encoded is not None:
                 rows.append(Row(name, stored.dtype, stored.shape, stored.nbytes))
-            elif entry.build is as_stored and stored.dtype in DTYPES:  # its header says all
+            elif entry.build is None and stored.dtype in DTYPES:  # its header says all
                 rows.append(Row(name, dtype_name(DTYPES[stored.dtype]), stored.shape, stored.nbytes))
             else:
                 value = checkpoint.load(name, entry)

@@ -32,9 +32,9 @@ from ..numerics.formats import BLOCK_SIZES, FORMATS, Format, ScaleCalculationMod
 from ..numerics.reference import DTYPES_BY_NAME
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
-from .global_scale import decoded, multiplies, remember, stored_for
+from .global_scale import multiplies, stored_for
 from .layout import ELEMENTS as FLOAT8
-from .layout import Layout, Written, format_of_inputs, rowwise, weight, with_others
+from .layout import Layout, Written, format_of_inputs, rowwise, weight
 from .names import names_in_files
 from .reading import Checkpoint, Entry
 
@@ -148,14 +148,11 @@ def _nvfp4_tensor(tensors: Mapping[str, Tensor], attributes: Mapping[str, Any]) 
     dtype, whole = _outer(attributes, "orig_dtype"), tensors.get("per_tensor_scale")
     format = FORMATS["nvfp4_single_level" if whole is None else "nvfp4"]
     codes, scale, transposed = _operand(tensors, attributes, format, 2)
-    if whole is None:
-        return weight(codes, scale, format, dtype, activation=_cast_of_inputs(attributes), columnwise=transposed)
-    if whole.dtype is not torch.float32 or whole.numel() == 0:
-        raise ValueError(f"per_tensor_scale must be float32, got {whole.dtype} {tuple(whole.shape)}")
-    stored = whole.flatten()[0] if bool((whole == whole.flatten()[0]).all()) else whole
-    here = decoded(stored, multiplies, dtype)
-    out = weight(codes, scale, format, dtype, here, _cast_of_inputs(attributes), columnwise=transposed)
-    return out if transposed else remember(out, multiplies, stored)
+    if whole is not None:
+        if whole.dtype is not torch.float32 or whole.numel() == 0:
+            raise ValueError(f"per_tensor_scale must be float32, got {whole.dtype} {tuple(whole.shape)}")
+        whole = whole.flatten()[0] if bool((whole == whole.flatten()[0]).all()) else whole
+    return weight(codes, scale, format, dtype, _cast_of_inputs(attributes), columnwise=transposed, whole=whole)
 
 
 def _float8_tensor(tensors: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> MXTensor:
@@ -279,14 +276,15 @@ def _read(checkpoint: Checkpoint) -> dict[str, Entry]:
         entries[name] = Entry(sources, partial(_built, fields["_type"], components, fields["_data"]))
         if STATIC in names and component(STATIC) in checkpoint.tensors:
             entries[f"{name.rpartition('.')[0]}.input_scale"] = Entry((component(STATIC),))
-    return with_others(checkpoint, entries, ("_qdata",))
+    return entries
 
 
 # ---------------------------------------------------------------------------------------------- writing
 
 
-def _named(kind: str, name: str) -> dict[str, str]:
-    return {"_type": kind, "_data": name}
+def _named(kind: str, data: Any) -> dict[str, Any]:
+    """torchao's JSON of a dtype, of the member of an enum or of a dataclass."""
+    return {"_type": kind, "_data": data}
 
 
 def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
@@ -327,14 +325,13 @@ def _activation(recipe: LinearRecipe) -> dict[str, Any] | None:
         shared = _mx(LinearRecipe.inference(cast))
         mode = _named("ScaleCalculationMode", cast.scaling.name)
         fields = {**shared, "scaling_mode": mode, "is_swizzled_scales": False}
-        return {"_type": "QuantizeTensorToMXKwargs", "_data": fields}
+        return _named("QuantizeTensorToMXKwargs", fields)
     if name in ("nvfp4", "nvfp4_single_level"):
         fields = {"block_size": 16, "is_swizzled_scales": False, "use_triton_kernel": False,
                   "use_dynamic_per_tensor_scale": name == "nvfp4"}  # fmt: skip
-        return {"_type": "QuantizeTensorToNVFP4Kwargs", "_data": fields}
-    granularity = {"row": {"_type": "PerRow", "_data": {"dim": -1}}, "tensor": {"_type": "PerTensor", "_data": {}}}.get(
-        name.rpartition("_")[2]
-    )
+        return _named("QuantizeTensorToNVFP4Kwargs", fields)
+    granularities = {"row": _named("PerRow", {"dim": -1}), "tensor": _named("PerTensor", {})}
+    granularity = granularities.get(name.rpartition("_")[2])
     if granularity is None:  # torchao's JSON knows no other
         return None
     fields = {
@@ -342,7 +339,7 @@ def _activation(recipe: LinearRecipe) -> dict[str, Any] | None:
         "mm_config": None, "hp_value_lb": None, "hp_value_ub": None,
         "kernel_preference": _named("KernelPreference", "AUTO"),
     }  # fmt: skip
-    return {"_type": "QuantizeTensorToFloat8Kwargs", "_data": fields}
+    return _named("QuantizeTensorToFloat8Kwargs", fields)
 
 
 def _metadata(name: str, t: Tensor) -> dict[str, str]:
@@ -366,36 +363,31 @@ def _metadata(name: str, t: Tensor) -> dict[str, str]:
             "kernel_preference": _named("KernelPreference", "AUTO"), "dtype": dtype,
         }  # fmt: skip
     names = ["per_tensor_scale", "qdata", "scale"] if format.global_scale else ["qdata", "scale"]
-    return {name: json.dumps({"_type": kind, "_data": fields, "_tensor_data_names": names})}
-
-
-def _default(recipe: LinearRecipe) -> dict[str, Any]:
-    """The configuration of ``quantize_`` that torchao would have for a recipe; MX has none without activations."""
-    name = recipe.stored.format.name
-    if name in _ELEMENT_OF:
-        mx = _mx(recipe)
-        mode = _named("ScaleCalculationMode", recipe.stored.scaling.name)
-        fields = {"block_size": mx["block_size"], "activation_dtype": mx["elem_dtype"],
-                  "weight_dtype": mx["elem_dtype"], "kernel_preference": mx["kernel_preference"],
-                  "scaling_mode": mode}  # fmt: skip
-        return {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1, "_data": fields}
-    if name.startswith("nvfp4"):
-        fields = {"use_dynamic_per_tensor_scale": name == "nvfp4"}
-        if recipe.activation is None:
-            return {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": fields}
-        fields |= {"use_triton_kernel": False}
-        return {"_type": "NVFP4DynamicActivationNVFP4WeightConfig", "_version": 1, "_data": {**fields, "step": None}}
-    element = _named("torch.dtype", dtype_name(recipe.stored.format.element.dtype))
-    fields = {"weight_dtype": element, "set_inductor_config": True}
-    if recipe.activation is None:
-        return {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": fields}
-    fields |= {"activation_dtype": element}
-    return {"_type": "Float8DynamicActivationFloat8WeightConfig", "_version": 2, "_data": fields}
+    return {name: json.dumps({**_named(kind, fields), "_tensor_data_names": names})}
 
 
 def _config(written: Written) -> dict[str, Any]:
+    """The configuration of ``quantize_`` that torchao would have for the first weight; MX always casts activations."""
+    recipe = next(iter(written.weights.values()))
+    name, version = recipe.stored.format.name, 1
+    if name in _ELEMENT_OF:
+        mx = _mx(recipe)
+        kinds = ("MXDynamicActivationMXWeightConfig",) * 2
+        fields = {"block_size": mx["block_size"], "activation_dtype": mx["elem_dtype"],
+                  "weight_dtype": mx["elem_dtype"], "kernel_preference": mx["kernel_preference"],
+                  "scaling_mode": _named("ScaleCalculationMode", recipe.stored.scaling.name)}  # fmt: skip
+        more: dict[str, Any] = {}
+    elif name.startswith("nvfp4"):
+        kinds = "NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig"
+        fields, more = {"use_dynamic_per_tensor_scale": name == "nvfp4"}, {"use_triton_kernel": False, "step": None}
+    else:
+        kinds, version = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"), 2
+        element = _named("torch.dtype", dtype_name(recipe.stored.format.element.dtype))
+        fields, more = {"weight_dtype": element, "set_inductor_config": True}, {"activation_dtype": element}
+    casts = recipe.activation is not None
+    default = {"_type": kinds[casts], "_version": version, "_data": fields | (more if casts else {})}
     quantization = {
-        "quant_method": NAME, "quant_type": {"default": _default(next(iter(written.weights.values())))},
+        "quant_method": NAME, "quant_type": {"default": default},
         "modules_to_not_convert": written.skipped,
         "include_input_output_embeddings": False, "untie_embedding_weights": False,
     }  # fmt: skip
@@ -419,6 +411,7 @@ TORCHAO = Layout(
     static_scales=False,
     activation=lambda recipe, every: format_of_inputs(recipe) if _activation(recipe) else None,
     combine=multiplies,
+    orphans=("_qdata",),
     own_dtypes=True,
     formats=f"{', '.join(FORMATS_WRITTEN)}; read also: other block sizes",
 )

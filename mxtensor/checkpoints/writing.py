@@ -139,10 +139,17 @@ class Sink(Destination):
 
     def _finish(self, files: Mapping[str, Any], source: Path | None) -> None:
         if self.is_file:
-            self.move_file("1.safetensors")
+            self.move("1.safetensors")
             return
         if source is not None and source.is_dir():
-            _copy_others(source, self.folder)
+            for file in sorted(source.iterdir()):
+                if file.is_file() and not file.name.endswith(NOT_COPIED) and file.stat().st_size <= LARGEST_COPY:
+                    shutil.copyfile(file, self.folder / file.name)
+            for inner in folders_of_model(source):
+                (self.folder / inner.name).mkdir()
+                for file in sorted(inner.iterdir()):
+                    if file.is_file():
+                        shutil.copyfile(file, self.folder / inner.name / file.name)
         for name, content in files.items():
             (self.folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         weight_map: dict[str, str] = {}
@@ -163,18 +170,6 @@ class Sink(Destination):
                 file.abort()
         finally:  # an interrupt here, too, leaves nothing
             super().__exit__(*error)
-
-
-def _copy_others(source: Path, folder: Path) -> None:
-    """Copy what is in the folder of a checkpoint beside its tensors."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(NOT_COPIED) and file.stat().st_size <= LARGEST_COPY:
-            shutil.copyfile(file, folder / file.name)
-    for inner in folders_of_model(source):
-        (folder / inner.name).mkdir()
-        for file in sorted(inner.iterdir()):
-            if file.is_file():
-                shutil.copyfile(file, folder / inner.name / file.name)
 
 
 class ShardFile:

@@ -166,7 +166,7 @@ def products_of(path: str, format: str | None) -> list[Weights]:
     recipe = None if format is None else recipe_of(format)
     found: dict[tuple[str, bool, int, int], list[str]] = {}
     with opened(path) as checkpoint:
-        for name, entry in layout_of(checkpoint).read(checkpoint).items():
+        for name, entry in layout_of(checkpoint).entries(checkpoint).items():
             used = _recipe(name, checkpoint.load(name, entry), recipe)
             if used is not None:
                 (n, k), (stored, casts) = used[1], (used[0].stored.format.name, used[0].activation is not None)
@@ -192,7 +192,7 @@ def _model(path: str, products: Iterable[Weights], format: str | None, device: s
     """A module with one layer for each product."""
     layers = nn.ModuleList()
     with opened(path) as checkpoint:
-        entries = layout_of(checkpoint).read(checkpoint)
+        entries = layout_of(checkpoint).entries(checkpoint)
         for product in products:
             value = checkpoint.load(product.names[0], entries[product.names[0]]).to(device)
             if not isinstance(value, MXTensor):

@@ -293,7 +293,7 @@ def _decoded(file: Path, folder: Path) -> Path:
     """A copy whose tensors are values: transformers reads no MXFP4 of some architectures, such as Qwen 3.5 and LFM2."""
     out = folder / file.name
     with opened(file) as source, GGUFSink(out, 0, source=source) as sink:
-        for name, entry in GGUF.read(source).items():
+        for name, entry in GGUF.entries(source).items():
             t = source.load(name, entry)
             t = t.dequantize(torch.float32) if isinstance(t, MXTensor) else t
             sink.add({name: t}, {name: TYPES[t.dtype]})

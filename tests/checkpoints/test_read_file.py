@@ -50,7 +50,7 @@ def test_a_file_of_torch_save_that_becomes_shorter_is_an_error(tmp_path):
     with mx.checkpoints.store.opened(tmp_path / "x.pt") as opened:
         os.truncate(tmp_path / "x.pt", 5000)
         with pytest.raises(ValueError, match=r"x\.pt, tensor m\.weight: the file has changed since it was opened"):
-            opened.load("m.weight", mx.checkpoints.store.layout_of(opened).read(opened)["m.weight"])
+            opened.load("m.weight", mx.checkpoints.store.layout_of(opened).entries(opened)["m.weight"])
 
 
 def test_memory_is_used_again_only_after_its_tensor():

@@ -434,7 +434,7 @@ FAULTS = (
           "calibration/test_smoothing.py calibration"),
     # checkpoints, integrations, the command
     Fault("a global scale that divides is multiplied", "checkpoints/global_scale.py",
-          "return scale / stored", "return scale * stored",
+          "operator.truediv, operator.mul", "operator.mul, operator.mul",
           "checkpoints/test_files.py checkpoints"),
     Fault("a destination that was not finished stays", "checkpoints/destination.py",
           "try:\n            shutil.rmtree(self.folder, ignore_errors=True)", "try:\n            pass",
