@@ -123,41 +123,31 @@ def _as_values(rows: Tensor, cast: Cast | None, columns: int, dtype: torch.dtype
     return dequantize_operand(Operand(data, scale, None, format, shape), dtype)
 
 
-def _moved(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+def _moved(x: Tensor, routes: Routes, casts: TensorCasts, back: bool) -> Tensor:
+    """Rows in the order of this rank -> the rows of the experts of this rank, sorted by expert; ``back``: the inverse,
+    of what experts return."""
+    cast = routes.cast(x, casts, back)
+    rows, sent, received = _as_bytes(x, cast), routes.sent, routes.received
+    if back:
+        sent, received = received, sent
+        rows = torch.empty_like(rows).index_copy_(0, routes.order, rows)
     out = rows.new_empty((sum(received), rows.shape[1]))
-    all_to_all(out, rows.contiguous(), received, sent, group=group)
-    return out
-
-
-def _to_experts(x: Tensor, routes: Routes, casts: TensorCasts, result: bool) -> Tensor:
-    """Rows in the order of this rank -> the rows of the experts of this rank, sorted by expert."""
-    cast = routes.cast(x, casts, result)
-    rows = _moved(_as_bytes(x, cast), routes.sent, routes.received, routes.group)
-    return _as_values(rows.index_select(0, routes.order), cast, x.shape[1], x.dtype)
-
-
-def _from_experts(x: Tensor, routes: Routes, casts: TensorCasts, result: bool) -> Tensor:
-    """The inverse of ``_to_experts``."""
-    cast = routes.cast(x, casts, result)
-    rows = _as_bytes(x, cast)
-    arrived = torch.empty_like(rows).index_copy_(0, routes.order, rows)
-    return _as_values(_moved(arrived, routes.received, routes.sent, routes.group), cast, x.shape[1], x.dtype)
+    all_to_all(out, rows.contiguous(), received, sent, group=routes.group)
+    return _as_values(out if back else out.index_select(0, routes.order), cast, x.shape[1], x.dtype)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, routes: Routes, combines: bool) -> Tensor:
         ctx.routes, ctx.combines, ctx.dispatch_context = routes, combines, dispatch_context()
-        move = _from_experts if combines else _to_experts
         with without_autocast(x.device):
-            return move(x, routes, routes.linear_recipe.input, combines)
+            return _moved(x, routes, routes.linear_recipe.input, back=combines)
 
     @staticmethod
     @differentiable_once("dispatch_tokens, combine_tokens: the exchange of tokens", "compute with experts on one rank")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        move = _to_experts if ctx.combines else _from_experts
         with disable_torch_function(), without_autocast(grad.device), restore_context(*ctx.dispatch_context):
-            return move(grad, ctx.routes, ctx.routes.linear_recipe.grad, not ctx.combines), None, None
+            return _moved(grad, ctx.routes, ctx.routes.linear_recipe.grad, back=not ctx.combines), None, None
 
 
 # ---------------------------------------------------------------------------------------------- the two functions
@@ -205,15 +195,11 @@ def _counts(counts: Any, x: Tensor, world: int) -> Tensor:
     return torch.as_tensor(counts, device=x.device).to(torch.int64).view(world, -1)
 
 
-def _agreement(x: Tensor, linear_recipe: LinearRecipe, quantize_combined: bool) -> int:
-    """A number that is the same on two ranks if they send rows in the same form."""
-    return zlib.crc32(repr((x.shape[1], x.dtype, linear_recipe.key, quantize_combined)).encode())
-
-
 def _routes(x: Tensor, counts: Tensor, group: Any, linear_recipe: LinearRecipe, quantize_combined: bool) -> Any:
     """The Routes, and the row count of each expert of this rank. The counts of all ranks are read on the host here."""
     world, local = counts.shape
-    mine = _agreement(x, linear_recipe, quantize_combined)
+    # the same number on two ranks that send rows in the same form
+    mine = zlib.crc32(repr((x.shape[1], x.dtype, linear_recipe.key, quantize_combined)).encode())
     message = torch.cat([counts, counts.new_full((world, 1), mine)], 1)
     answer = torch.empty_like(message)
     all_to_all(answer, message, group=group)

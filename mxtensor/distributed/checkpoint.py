@@ -15,7 +15,6 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,19 +34,14 @@ PIECE = 1 << 24
 """The number of bytes that are read at a time."""
 
 
-def _pieces(path: Path, offset: int, length: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        file.seek(offset)
-        while length > 0 and (piece := file.read(min(PIECE, length))):
-            yield piece
-            length -= len(piece)
-
-
 def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
     """The CRC-32 of ``length`` bytes of a file from ``offset`` on; of fewer if the file ends before."""
-    crc = 0
-    for piece in _pieces(path, offset, path.stat().st_size if length is None else length):
-        crc = zlib.crc32(piece, crc)
+    left, crc = path.stat().st_size if length is None else length, 0
+    with path.open("rb") as file:
+        file.seek(offset)
+        while left > 0 and (piece := file.read(min(PIECE, left))):
+            crc = zlib.crc32(piece, crc)
+            left -= len(piece)
     return crc
 
 
@@ -107,14 +101,14 @@ class Writer(FileSystemWriter):
             raise OSError(
                 f"{len(plan.items) - len(results)} of {len(plan.items)} items were not written to {self._part}"
             )
+        found: list[WriteResult] = []
+        for result in results:
+            stored = result.storage_data
+            crc = checksum(self._part / stored.relative_path, stored.offset, stored.length)
+            found.append(_Checked(result.index, result.size_in_bytes, stored, crc))
         checked: Future[list[WriteResult]] = Future()
-        checked.set_result([self._checked(result) for result in results])
+        checked.set_result(found)
         return checked
-
-    def _checked(self, result: WriteResult) -> WriteResult:
-        stored = result.storage_data
-        crc = checksum(self._part / stored.relative_path, stored.offset, stored.length)
-        return _Checked(result.index, result.size_in_bytes, stored, crc)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called by torch on one rank after all have written: write the checksums and rename the folder."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import MODULE, Kind, check
 from ..core.compat import functional_collectives as ops
-from ..core.local import local_of
+from ..core.compat import local_of
 from ..training.delayed_scaling import DelayedState, delayed_states, owner_of
 from ..training.training_weight import TrainingWeight
 
@@ -38,22 +38,17 @@ class Ranks(NamedTuple):
 
 def gathered(mine: Tensor, ranks: Ranks) -> Tensor:
     """(n, ...) of each rank as (size * n, ...), in the order of ranks."""
-    return _of(ops.all_gather_into_tensor(mine.contiguous(), ranks.size, ranks.group))
+    return ops.wait_tensor(ops.all_gather_into_tensor(mine.contiguous(), ranks.size, ranks.group))  # type: ignore[no-any-return]
 
 
 def sum_scattered(of_all: Tensor, ranks: Ranks) -> Tensor:
     """The sum over the ranks of (size * n, ...), of which each rank gets its part (n, ...)."""
-    return _of(ops.reduce_scatter_tensor(of_all.contiguous(), "sum", ranks.size, ranks.group))
+    return ops.wait_tensor(ops.reduce_scatter_tensor(of_all.contiguous(), "sum", ranks.size, ranks.group))  # type: ignore[no-any-return]
 
 
 def largest(mine: Tensor, ranks: Ranks) -> Tensor:
     """The largest of the ranks at each place."""
-    return _of(ops.all_reduce(mine.contiguous(), "max", ranks.group))
-
-
-def _of(pending: Tensor) -> Tensor:
-    done: Tensor = ops.wait_tensor(pending)
-    return done
+    return ops.wait_tensor(ops.all_reduce(mine.contiguous(), "max", ranks.group))  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- delayed scaling

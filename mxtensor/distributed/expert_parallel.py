@@ -10,7 +10,7 @@ the local stacks and the rows that ``dispatch_tokens`` has received.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..core.arguments import FLAG, check
-from ..core.local import local_of
+from ..core.compat import local_of
 from ..kernels.permute.choose_permutation import choices_of_rows
 from ..kernels.permute.definition import rows_of_index
 from ..recipe.linear_recipe import LinearRecipe
@@ -64,26 +64,22 @@ def _number_of_experts(module: nn.Module) -> int:
     return stacks[0]
 
 
-def _local_stack(parameter: DTensor) -> Tensor:
-    """The local tensor of a parameter, a new view in each pass, with the owner of its amax histories. One of three
-    dimensions is marked, so that ``autocast`` knows it, and views of it, as a stack of weights."""
-    part = parameter.to_local()
-    owner = owner_of(local_of(parameter))
-    for t in (part, part._base):
-        if t is not None and t is not owner:
-            setattr(t, OWNER, owner)
-        if t is not None and part.dim() > 2:
-            setattr(t, GATHERED, True)
-    return part
-
-
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of the module are the local tensors of the DTensors that they are."""
+    """Inside, the parameters of the module are the local tensors of the DTensors that they are: a new view in each
+    pass, with the owner of its amax histories. One of three dimensions is marked, so that ``autocast`` knows it, and
+    views of it, as a stack of weights."""
     sharded = dict(module._parameters)
-    local: dict[str, Any] = {}
+    local: dict[str, Any] = dict(sharded)
     for name, parameter in sharded.items():
-        local[name] = _local_stack(parameter) if isinstance(parameter, DTensor) else parameter
+        if isinstance(parameter, DTensor):
+            local[name] = part = parameter.to_local()
+            owner = owner_of(local_of(parameter))
+            for t in (part, part._base):
+                if t is not None and t is not owner:
+                    setattr(t, OWNER, owner)
+                if t is not None and part.dim() > 2:
+                    setattr(t, GATHERED, True)
     module._parameters.update(local)
     try:
         yield
@@ -104,51 +100,36 @@ class _Experts:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """In eager code: a graph that the exchanges cut would return the local stacks, and AOTAutograd takes their
         gradients for weights; and it would lose the mark by which ``autocast`` knows them."""
-        given = inspect.signature(self.forward).bind(*args, **kwargs).args
-        ways: dict[int, Forward] = {1: self._of_equal_counts, 2: self._of_counts, 3: self._of_tokens}
-        out: Tensor = ways[self.inputs](*given)
-        return out
-
-    def _dispatch(self, rows: Tensor, counts: Tensor | Sequence[int]) -> Any:
-        recipe = _recipe_of(self.module)
-        return dispatch_tokens(rows, counts, self.mesh, recipe, quantize_combined=self.quantize_combined)
-
-    def _of_equal_counts(self, x: Tensor) -> Tensor:
-        """As in transformers' Llama 4: rows sorted by expert, of which every expert has the same number."""
-        if x.shape[0] % self.experts:
+        x, *rest = inspect.signature(self.forward).bind(*args, **kwargs).args
+        rows, of_tokens = x, len(rest) == 2
+        if of_tokens:  # as in transformers: x (T, K), the experts of each token (T, top_k) and their weights (T, top_k)
+            index, weights = rest
+            expert, row_id_map = index.reshape(-1), rows_of_index(index)
+            counts = expert.new_zeros(self.experts, dtype=torch.int64)
+            counts.scatter_add_(0, expert.to(torch.int64), torch.ones_like(expert, dtype=torch.int64))
+            rows, _ = permuted(x, None, row_id_map, choices_of_rows(row_id_map, len(expert)))
+        elif rest:  # as in torchtitan: rows sorted by expert, and their number for each; JetMoe has a list of numbers
+            (counts,) = rest
+        elif x.shape[0] % self.experts == 0:  # as in transformers' Llama 4: rows sorted by expert, as many for each
+            counts = [x.shape[0] // self.experts] * self.experts
+        else:
             raise ValueError(
                 f"ExpertParallel: {type(self.module).__name__} takes the same number of rows for each of its "
                 f"{self.experts} experts, and {x.shape[0]} rows do not divide so; pass all tokens once for each expert"
             )
-        dispatched = self._dispatch(x, [x.shape[0] // self.experts] * self.experts)
-        with _local_parameters(self.module):  # each expert of this rank has received the rows of all ranks
-            y = self.forward(dispatched.tokens)
-        out: Tensor = combine_tokens(y, dispatched)
-        return out
-
-    def _of_counts(self, x: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
-        """As in torchtitan: rows sorted by expert, and their number for each expert; JetMoe has a list of numbers."""
-        dispatched = self._dispatch(x, counts)
-        here = dispatched.counts if isinstance(counts, Tensor) else dispatched.counts.tolist()
+        recipe = _recipe_of(self.module)
+        dispatched = dispatch_tokens(rows, counts, self.mesh, recipe, quantize_combined=self.quantize_combined)
+        received, here = dispatched.tokens, dispatched.counts
+        if of_tokens:
+            local = torch.arange(len(here), device=x.device)
+            local = local.repeat_interleave(here, output_size=len(received)).unsqueeze(1)
+            rest = [local.to(index.dtype), weights.new_ones(len(received), 1)]
+        elif rest:
+            rest = [here if isinstance(counts, Tensor) else here.tolist()]
         with _local_parameters(self.module):
-            y = self.forward(dispatched.tokens, here)
-        out: Tensor = combine_tokens(y, dispatched)
-        return out
-
-    def _of_tokens(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """As in transformers: x (T, K), and for each token its experts (T, top_k) and their weights (T, top_k)."""
-        expert = index.reshape(-1)
-        row_id_map = rows_of_index(index)
-        counts = expert.new_zeros(self.experts, dtype=torch.int64)
-        counts.scatter_add_(0, expert.to(torch.int64), torch.ones_like(expert, dtype=torch.int64))
-        rows, _ = permuted(x, None, row_id_map, choices_of_rows(row_id_map, len(expert)))
-        dispatched = self._dispatch(rows, counts)
-        received = dispatched.tokens.shape[0]
-        here = torch.arange(len(dispatched.counts), device=x.device)
-        here = here.repeat_interleave(dispatched.counts, output_size=received).unsqueeze(1)
-        with _local_parameters(self.module):
-            y = self.forward(dispatched.tokens, here.to(index.dtype), weights.new_ones(received, 1))
-        return merged(combine_tokens(y, dispatched), weights, row_id_map).to(x.dtype)
+            y = self.forward(received, *rest)
+        combined: Tensor = combine_tokens(y, dispatched)
+        return merged(combined, weights, row_id_map).to(x.dtype) if of_tokens else combined
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

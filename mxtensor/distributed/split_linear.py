@@ -110,11 +110,7 @@ class _Gathered(torch.autograd.Function):
             mine, x_col = copies(x, linear_recipe.input, (Form.CODES, later), ())
             assert isinstance(mine, Operand)
             cached = cached_operands(weight, linear_recipe)
-            w_row = (
-                cached[0]
-                if cached is not None
-                else copies(values_of(weight), linear_recipe.weight, (Form.CODES, None), ())[0]
-            )
+            w_row, _ = cached or copies(values_of(weight), linear_recipe.weight, (Form.CODES, None), ())
             rows, cols = mine.shape
             of_all = mine.map_blocks(lambda t: _gathered_rows(t, ranks), (ranks.size * rows, cols))
             y = product("fprop", of_all, w_row, dtype, bias, options.prefer)
@@ -169,22 +165,6 @@ def gathered_linear(
 # ---------------------------------------------------------------------------------------------- scales that are shared
 
 
-def _sources(x: Tensor, casts: TensorCasts) -> list[tuple[Tensor, Cast | None]]:
-    """What the rowwise and the columnwise copy of a matrix are cast from, and their casts."""
-    column = None if casts.columnwise is None else columnwise_cast(casts.columnwise)
-    columns = x.mT if casts.signs is None or column is None else rotated(x.mT, casts.signs)
-    return [(x, casts.rowwise), (columns, column)]
-
-
-def _largest(sources: list[tuple[Tensor, Cast | None]], split: list[bool], ranks: Ranks) -> list[Tensor]:
-    """The amax of each source; of all ranks where ranks have parts of it. NaN counts as infinity."""
-    amax = torch.stack([tensor_amax(x) for x, _ in sources])
-    amax = torch.where(amax.isnan(), float("inf"), amax)
-    of_all = largest(amax, ranks) if any(split) else amax
-    pairs = zip(amax.unbind(), of_all.unbind(), split, strict=True)
-    return [whole if is_part else own for own, whole, is_part in pairs]
-
-
 def _cast(x: Tensor, cast: Cast | None, amax: Tensor) -> GemmOperand:
     if cast is None:
         return x
@@ -194,21 +174,30 @@ def _cast(x: Tensor, cast: Cast | None, amax: Tensor) -> GemmOperand:
 
 
 def _copies(tensors: list[tuple[Tensor, TensorCasts, bool]], ranks: Ranks) -> list[GemmOperand]:
-    """(rowwise, columnwise) of each matrix in turn; the last of each entry: whether ranks have parts of it."""
-    for _, casts, split in tensors:
-        if split and casts.rowwise is not None and casts.rowwise.format.row_scaled:
+    """(rowwise, columnwise) of each matrix in turn; the last of each entry: whether ranks have parts of it. Then the
+    amax is that of all ranks. NaN counts as infinity."""
+    sources: list[tuple[Tensor, Cast | None]] = []  # what each copy is cast from
+    split: list[bool] = []
+    for x, casts, is_part in tensors:
+        if is_part and casts.rowwise is not None and casts.rowwise.format.row_scaled:
             raise NotImplementedError(
                 f"ranks have parts of the rows of a tensor in {casts.rowwise.format}, whose global scales belong to "
                 "whole rows; split the layer by columns, or use row_scaled_activation=False"
             )
-    sources = [source for x, casts, _ in tensors for source in _sources(x, casts)]
-    amax = _largest(sources, [split for *_, split in tensors for _ in range(2)], ranks)
-    out = [_cast(x, cast, each) for (x, cast), each in zip(sources, amax, strict=True)]
+        column = None if casts.columnwise is None else columnwise_cast(casts.columnwise)
+        columns = x.mT if casts.signs is None or column is None else rotated(x.mT, casts.signs)
+        sources += [(x, casts.rowwise), (columns, column)]
+        split += [is_part, is_part]
+    amax = torch.stack([tensor_amax(x) for x, _ in sources])
+    amax = torch.where(amax.isnan(), float("inf"), amax)
+    of_all = largest(amax, ranks) if any(split) else amax
+    each_amax = [(whole if is_part else own) for own, whole, is_part in zip(amax, of_all, split, strict=True)]
+    out = [_cast(x, cast, each) for (x, cast), each in zip(sources, each_amax, strict=True)]
     for i, (_, casts, _) in enumerate(tensors):
         first = out[2 * i]
         if rounds_twice(casts) and isinstance(first, Operand):
             exact = dequantize_operand(first, torch.float32).mT
-            out[2 * i + 1] = _cast(exact, casts.columnwise, amax[2 * i])
+            out[2 * i + 1] = _cast(exact, casts.columnwise, each_amax[2 * i])
     return out
 
 

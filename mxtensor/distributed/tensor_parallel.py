@@ -21,7 +21,7 @@ from torch.distributed.tensor import parallel as torch_parallel
 
 from ..core.arguments import FLAG, check, instance, optional
 from ..core.autograd import autocast_dtype
-from ..core.local import local_of
+from ..core.compat import local_of
 from ..numerics.formats import Format, Orientation
 from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
@@ -34,10 +34,6 @@ def _linear_recipe(weight: Any) -> LinearRecipe | None:
     """The recipe of a training weight; None for any other."""
     local = local_of(weight)
     return local.linear_recipe if isinstance(local, TrainingWeight) else None
-
-
-def _local(t: DTensor | None) -> Tensor | None:
-    return None if t is None else t.to_local()
 
 
 def _computes_locally(module: nn.Linear) -> bool:
@@ -101,7 +97,7 @@ def _check_split(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
 
 def _product(self: nn.Linear, x: Tensor, bias: Tensor | None, mesh: DeviceMesh, by_rows: bool) -> Tensor:
     """The product of this rank; scales of whole tensors are shared with the other ranks."""
-    local, linear_recipe = cast(Tensor, _local(cast(DTensor, self.weight))), _linear_recipe(self.weight)
+    local, linear_recipe = cast(DTensor, self.weight).to_local(), _linear_recipe(self.weight)
     if isinstance(self, FakeQuantizedLinear):
         return self.product(x, local, bias)
     if linear_recipe is not None and linear_recipe.has_tensor_scales:
@@ -115,7 +111,7 @@ def _product(self: nn.Linear, x: Tensor, bias: Tensor | None, mesh: DeviceMesh, 
 
 def _columns(self: nn.Linear, x: DTensor) -> DTensor:
     """The columns of the result that come from this rank's rows of the weight."""
-    weight, bias = cast(DTensor, self.weight), cast("DTensor | None", self.bias)
+    weight, bias = cast(DTensor, self.weight), None if self.bias is None else cast(DTensor, self.bias).to_local()
     mesh, (placement,) = x.device_mesh, x.placements
     last, linear_recipe = x.dim() - 1, _linear_recipe(weight)
     if isinstance(placement, Shard) and placement.dim < last and linear_recipe is not None:
@@ -123,12 +119,12 @@ def _columns(self: nn.Linear, x: DTensor) -> DTensor:
         if y is not None:
             return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
     x = x.redistribute(placements=[Replicate()])
-    y = _product(self, x.to_local(grad_placements=[Partial()]), _local(bias), mesh, by_rows=False)
+    y = _product(self, x.to_local(grad_placements=[Partial()]), bias, mesh, by_rows=False)
     return DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
 
 
 def _columns_of_sharded_rows(
-    x: DTensor, dim: int, weight: DTensor, bias: Any, linear_recipe: LinearRecipe
+    x: DTensor, dim: int, weight: DTensor, bias: Tensor | None, linear_recipe: LinearRecipe
 ) -> Tensor | None:
     """The same for input rows that are sharded over the ranks, gathered as codes; None if that is refused."""
     mesh, part = x.device_mesh, x.to_local(grad_placements=x.placements)
@@ -139,8 +135,7 @@ def _columns_of_sharded_rows(
     given, mine = autocast_dtype(part) or part.dtype, part.reshape(rows, part.shape[-1])
     if reason_for_values(mine, linear_recipe, given, why) is not None:
         return None
-    local_weight = cast(Tensor, _local(weight))
-    y = gathered_linear(mine, local_weight, _local(bias), linear_recipe, mesh.get_group(), given)
+    y = gathered_linear(mine, weight.to_local(), bias, linear_recipe, mesh.get_group(), given)
     before, within = part.shape[:dim], part.shape[dim:-1]
     y = y.view(world, *before, *within, y.shape[-1]).movedim(0, dim)
     return y.reshape(*before, world * within[0], *within[1:], y.shape[-1])
