@@ -23,7 +23,10 @@ PLAIN, SECOND = "plain torch", "plain torch again"
 CALLS, STEPS = 500, 10
 """Timed at a time: fewer than the launches that CUDA queues before it makes the host wait."""
 ON_CPU = {"weight-only": "mxfp8-weight-only", "activations": "mxfp8"}
-ON_GPU = {name: name for name in ("mxfp8", "mxfp8-weight-only", "mxfp4", "mxfp4-weight-only", "nvfp4", "mxfp6")}
+ON_GPU = {
+    name: name
+    for name in ("mxfp8", "mxfp8-weight-only", "mxfp4", "mxfp4-weight-only", "nvfp4", "mxfp6", "float8_e4m3_row")
+}
 TRAINED = ("mxfp8", "float8 current", "float8 delayed", "float8 block", "nvfp4")
 """Keys of training.RECIPES."""
 
