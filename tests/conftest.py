@@ -26,6 +26,8 @@ from tests.helpers.machine import (  # noqa: E402, F401  (fixtures; imports the 
     cuda,
     cuda_sources_on_the_cpu,
     device,
+    freed_memory_is_nan,
+    instructions,
     no_compiler,
     own_cache,
     pretend,

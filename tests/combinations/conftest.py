@@ -2,18 +2,8 @@
 
 import os
 
-import pytest
 import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic algorithms ask for
 if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):  # under compute-sanitizer
     torch.backends.cuda.enable_mem_efficient_sdp(False)  # this kernel of torch reads past the end of its float32 mask
-
-
-@pytest.fixture
-def freed_memory_is_nan():
-    """Memory that torch allocates without values is NaN: what reads it before it is written shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)

@@ -15,10 +15,9 @@ from mxtensor.distributed.collectives import Ranks
 from mxtensor.distributed.split_linear import gathered_linear, split_linear
 from mxtensor.numerics.operand import Operand
 from mxtensor.recipe import Float8CurrentScaling, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from tests.helpers.stand_in import BF16, device, pretend
+from tests.helpers.stand_in import BF16
 
 pytest.importorskip("triton")
-__all__ = ["device", "pretend"]
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 
@@ -48,7 +49,7 @@ class Checked:
 
 
 @contextmanager
-def in_bounds(monkeypatch: Any) -> Iterator[Checked]:
+def in_bounds() -> Iterator[Checked]:
     """Check each load and store of kernels that run in the interpreter."""
     from triton.runtime import interpreter
 
@@ -60,7 +61,7 @@ def in_bounds(monkeypatch: Any) -> Iterator[Checked]:
         checked.take([t for t in (*given[0], *given[1].values()) if isinstance(t, torch.Tensor)])
         return given
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_interpreter", checked)
         patch.setattr(interpreter.GridExecutor, "_init_args_hst", taken)
         yield checked

@@ -119,3 +119,18 @@ def bars_at_once(monkeypatch):
 def cuda_sources_on_the_cpu(monkeypatch):
     """Launches of CUDA sources run on the CPU."""
     monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
+
+
+@pytest.fixture
+def instructions(monkeypatch):
+    """``instructions(capability)``: kernels of Triton may use the instructions of such a GPU."""
+    return lambda capability: monkeypatch.setattr(triton_launch, "instructions_of", lambda device: capability)
+
+
+@pytest.fixture
+def freed_memory_is_nan():
+    """Memory that torch allocates without values is NaN: what reads it before it is written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)

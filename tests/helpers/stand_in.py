@@ -5,12 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import mxtensor as mx
-from mxtensor.core import devices
 from mxtensor.core.kernel import Spec
-from mxtensor.kernels.gemm import scaled_mm_contract
 from mxtensor.kernels.operands import Unquantized
-from mxtensor.kernels.runtime import nvrtc, triton_launch
 from mxtensor.numerics.reference import encode
+from tests.helpers.machine import pretend  # noqa: F401
 from tests.helpers.slow_swizzle import slowly_back
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,27 +31,6 @@ PAIRS = {
 CASES = [(capability, *pair) for capability, pairs in PAIRS.items() for pair in pairs]
 SHAPES = [(1, 16, 128), (5, 33, 100), (130, 48, 520), (64, 150, 256)]
 """(M, N, K): one row; tails of all three; more than one tile of scales and of blocks; N alone."""
-
-
-@pytest.fixture
-def pretend(monkeypatch):
-    """``pretend(capability, toolkit)``: every device is of this compute capability, torch built with this CUDA."""
-
-    def pretend(capability, toolkit=(13, 0)):
-        monkeypatch.setattr(devices, "device_capability", lambda device: capability)
-        monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: toolkit)
-        monkeypatch.setattr(torch.version, "hip", None)
-
-    return pretend
-
-
-@pytest.fixture
-def device(pretend, monkeypatch):
-    """``device(capability)``: fake CUDA tensors on such a GPU with Triton and NVRTC."""
-    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(nvrtc, "library", lambda: None)
-    monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
-    return pretend
 
 
 # ---------------------------------------------------------------------------------------------- a stand-in
@@ -183,3 +160,16 @@ def quantized_pair(left, right, m, n, k, dtype=BF16):
 def spec_of(a, b, dtype, device="cuda"):
     formats = tuple(f.format if not isinstance(f, torch.Tensor) else f.dtype for f in (a, b))
     return Spec("mm", (tuple(a.shape), tuple(b.shape)), formats, dtype, torch.device(device))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The left and right matrices of each scaled product that torch is asked for, which it checks itself."""
+    products = []
+
+    def noting(real):
+        return lambda *args, **named: products.append(args[:2]) or real(*args, **named)
+
+    for module, name in ((torch, "_scaled_mm"), (F, "scaled_mm"), (torch, "_scaled_grouped_mm")):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
+    return products

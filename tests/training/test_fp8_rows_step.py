@@ -7,7 +7,7 @@ import mxtensor as mx
 from mxtensor.core.kernel import Kernel, forget_decisions
 from mxtensor.kernels.gemm import fp8_rows, select
 from mxtensor.recipe import MXFP8BlockScaling
-from tests.helpers.stand_in import BF16, pretend, stand_in
+from tests.helpers.stand_in import BF16, stand_in
 from tests.kernels.quantize.conftest import one_rounding
 
 pytest.importorskip("triton")
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_fp8_rows.py runs the kernels on the device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
-__all__ = ["one_rounding", "pretend", "stand_in"]
+__all__ = ["one_rounding", "stand_in"]
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,7 @@ from mxtensor.kernels.gemm import select
 from mxtensor.kernels.gemm.spec import GemmArgs
 from mxtensor.kernels.operands import Unquantized
 from mxtensor.numerics.operand import Operand
-from tests.helpers.stand_in import BLACKWELL, HOPPER, device, pretend  # noqa: F401  (fixtures)
+from tests.helpers.stand_in import BLACKWELL, HOPPER
 
 FORMATS = ["mxfp8", "mxfp8-weight-only", "mxfp4", "mxfp6", "mxint8", "nvfp4", "nvfp4-weight-only", "float8_row"]
 SIZES = (16, 48, 7, 300, 2, 129)
@@ -65,7 +65,7 @@ def test_one_graph_serves_every_number_of_rows_with_the_bits_of_eager_code(monke
 @pytest.mark.parametrize("cast", [None, "mxfp8", "mxfp4", "nvfp4", "float8_row"])
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "float8_row"])
 @pytest.mark.parametrize("capability", [(8, 0), HOPPER, BLACKWELL], ids=["sm80", "sm90", "sm100"])
-def test_on_a_gpu_no_decision_reads_the_number_of_rows(device, capability, format, cast):  # noqa: F811
+def test_on_a_gpu_no_decision_reads_the_number_of_rows(device, capability, format, cast):
     """A refusal or a cost that compared or formatted an unbacked symbol would raise."""
     device(capability)
     row, shapes = mx.get_format(format), ShapeEnv()

@@ -264,8 +264,7 @@ def test_the_first_use_may_be_a_compiled_graph():
         assert done.returncode == 0, done.stderr
 
 
-def test_a_graph_from_elsewhere_says_why_it_cannot_run(monkeypatch):
-    monkeypatch.setattr(cpu_codes, "library", lambda: "there is no C++ compiler")
+def test_a_graph_from_elsewhere_says_why_it_cannot_run(no_compiler):
     with pytest.raises(RuntimeError, match="was compiled elsewhere, and there is no C"):
         cpu_codes._first_call(torch.zeros(1, 32))
 

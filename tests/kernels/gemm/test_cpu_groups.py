@@ -40,7 +40,7 @@ def check(out, x, w, counts, alpha=1.0):
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
+def poisoned():
     """What is freed here is not zero when the op gets it."""
     torch.full((1 << 16,), float("nan"))
 
@@ -155,7 +155,6 @@ def test_the_op_checks_what_it_gets(change, reason):
         cpu_codes.linear_groups(*(given | change).values())
 
 
-def test_a_graph_from_elsewhere_says_why_it_cannot_run(monkeypatch):
-    monkeypatch.setattr(cpu_codes, "library", lambda: "there is no C++ compiler")
+def test_a_graph_from_elsewhere_says_why_it_cannot_run(no_compiler):
     with pytest.raises(RuntimeError, match="cpu_linear_groups is in a graph that was compiled elsewhere, and there is"):
         cpu_codes._first_call_with_groups(torch.zeros(1, 32))

@@ -5,6 +5,7 @@ Without a GPU the Triton kernels run in the interpreter, and a strict stand-in t
 
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
 from tests.helpers.row_scaled import assert_within_the_bound, same, stored, values
-from tests.helpers.stand_in import BF16, FP16, FP32, device, pretend, stand_in
+from tests.helpers.stand_in import BF16, FP16, FP32, stand_in
 from tests.kernels.quantize.conftest import one_rounding
 
 pytest.importorskip("triton")
@@ -32,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_fp8_rows.py runs the kernels on the device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
-__all__ = ["device", "one_rounding", "pretend", "stand_in"]
+__all__ = ["one_rounding", "stand_in"]
 
 PAIRS = [
     ("mxfp8", "mxfp8"), ("mxfp8", "mxfp4"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp6_e3m2"), ("mxfp8_e5m2", "mxfp8[32x32]"),
@@ -46,9 +47,22 @@ PAIRS = [
 @pytest.fixture
 def small(monkeypatch, one_rounding):
     """Several tiles of the exact product to a small result."""
-    monkeypatch.setattr(fp8_rows, "EXACT_TILE", (16, 16, 64, 4))
-    monkeypatch.setattr(fp8_rows, "COUNT_CHUNK", 16)
-    monkeypatch.setattr(fp8_rows, "FIND_STEP", 8)
+    for name, size in {"EXACT_TILE": (16, 16, 64, 4), "COUNT_CHUNK": 16, "FIND_STEP": 8}.items():
+        monkeypatch.setattr(fp8_rows, name, size)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """``with captured():`` a CUDA graph is captured."""
+
+    @contextmanager
+    def capture():
+        with monkeypatch.context() as patch:
+            for module in (fp8_rows_cache, derived):
+                patch.setattr(module, "is_captured", lambda t: True)
+            yield
+
+    return capture
 
 
 @pytest.mark.exhaustive(quick=3)
@@ -134,7 +148,7 @@ def test_the_ops_check_their_arguments():
 # ---------------------------------------------------------------------------------------------- the cache of weights
 
 
-def test_a_weight_is_rescaled_once_until_it_is_written_to(monkeypatch):
+def test_a_weight_is_rescaled_once_until_it_is_written_to():
     weight = mx.quantize(torch.randn(16, 64), "mxfp8")
 
     def form():
@@ -147,7 +161,7 @@ def test_a_weight_is_rescaled_once_until_it_is_written_to(monkeypatch):
     assert torch.equal(form()[0][:, :64], row_scaled(weight.rowwise).codes)
 
 
-def test_a_captured_graph_reads_a_form_that_writes_make_again(monkeypatch):
+def test_a_captured_graph_reads_a_form_that_writes_make_again(captured):
     weight = mx.quantize(torch.randn(16, 64), "mxfp8")
     operand = weight.rowwise
 
@@ -157,15 +171,11 @@ def test_a_captured_graph_reads_a_form_that_writes_make_again(monkeypatch):
     def is_current():
         return torch.equal(found[0][:, :64], row_scaled(operand).codes)
 
-    with monkeypatch.context() as capture:
-        for module in (fp8_rows_cache, derived):
-            capture.setattr(module, "is_captured", lambda t: True)
+    with captured():
         assert not fp8_rows_cache.is_known(operand)
         assert form()[0] is not form()[0]  # none was made before: each replay makes its own
     found = form()
-    with monkeypatch.context() as capture:
-        for module in (fp8_rows_cache, derived):
-            capture.setattr(module, "is_captured", lambda t: True)
+    with captured():
         assert fp8_rows_cache.is_known(operand) and form()[0] is found[0]
     for _ in range(2):
         weight.copy_(torch.randn(16, 64))  # by a rule: at once

@@ -13,14 +13,13 @@ from mxtensor.kernels.quantize.to_row_scaled_both import empty_operand, rows_of_
 from mxtensor.numerics.reference import decode, encode
 from mxtensor.numerics.row_scaled import row_scaled
 from tests.helpers.row_scaled import check_rows, values
-from tests.helpers.stand_in import BF16, pretend
+from tests.helpers.stand_in import BF16
 
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu_fp8_rows.py runs the kernels on the device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
-__all__ = ["pretend"]
 FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp8[1x64]", "float8_e4m3_1x128_pow2", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2[1x64]"]
 
 

@@ -10,11 +10,10 @@ from mxtensor.kernels.quantize.to_row_scaled_both import PAIR_BY_CODES, wants_ro
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import row_scaled
 from tests.helpers.row_scaled import check_rows
-from tests.helpers.stand_in import BF16, pretend
+from tests.helpers.stand_in import BF16
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-__all__ = ["pretend"]
 
 
 def wide_range(*shape, device="cpu"):

@@ -36,10 +36,9 @@ from mxtensor.training.linear import linear
 from mxtensor.training.passes import Inputs, Options
 from tests.helpers.compare import assert_same_product, relative_error
 from tests.helpers.no_sync import no_host_sync
-from tests.helpers.stand_in import BF16, BLACKWELL, FP32, HOPPER, pretend, spec_of
+from tests.helpers.stand_in import BF16, BLACKWELL, FP32, HOPPER, spec_of
 from tests.kernels.gemm.test_scaled_grouped_mm import product_of_groups
 
-__all__ = ["pretend"]
 CAST = mx.Cast.of("mxfp8")
 RECIPES = {
     "mxfp8": MXFP8BlockScaling,
@@ -53,7 +52,9 @@ SIZES = [5, 0, 40, 32, 1]
 
 @pytest.fixture(autouse=True)
 def torch_multiplies(monkeypatch):
-    """Codes in E4M3 are multiplied by torch, whatever the expected times; it does not multiply others."""
+    """Codes in E4M3 are multiplied by torch, whatever the expected times; it does not multiply others. Fake tensors of
+    a GPU cannot be written in place by a torch without CUDA, as histories are."""
+    monkeypatch.setattr(passes, "scales_of", amax_of)
     general = fp8_rows_grouped._tile
 
     def tile(a, b, *sizes):
@@ -90,13 +91,22 @@ def columns_of_groups(a, b, scale_a, scale_b, offs=None, bias=None, out_dtype=No
     return out
 
 
+@pytest.fixture
+def grouped(monkeypatch):
+    """torch's grouped products, which are for CUDA only, in float64."""
+
+    def product(a, b, *rest, **named):
+        return (product_of_groups if b.dim() == 3 else columns_of_groups)(a, b, *rest, **named)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", product)
+
+
 def values(*shape):
     return torch.randn(shape) * torch.exp(1.5 * torch.randn(shape[-1]))
 
 
-def test_each_group_of_rows_meets_its_own_weight(pretend, monkeypatch):
+def test_each_group_of_rows_meets_its_own_weight(pretend, grouped):
     pretend(HOPPER)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", product_of_groups)
     a, b = rows(values(sum(SIZES) + 2, 64)), rows(values(5, 48, 64))
     y = fp8_rows_grouped.run(a, b, ends_of(SIZES), GemmArgs(BF16))
     x, w, start = values_of_rows(a), values_of_rows(b), 0
@@ -108,9 +118,8 @@ def test_each_group_of_rows_meets_its_own_weight(pretend, monkeypatch):
     assert not y[start:].any()
 
 
-def test_each_group_of_columns_gives_a_matrix(pretend, monkeypatch):
+def test_each_group_of_columns_gives_a_matrix(pretend, grouped):
     pretend(HOPPER)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", columns_of_groups)
     groups = Groups(ends_of(SIZES), sum(SIZES) + 2, 32)
     a, b = (rows(groups.padded(values(80, cols)).t()) for cols in (48, 64))
     y = fp8_rows_grouped.run_wgrad(a, b, groups, GemmArgs(BF16))
@@ -122,10 +131,9 @@ def test_each_group_of_columns_gives_a_matrix(pretend, monkeypatch):
             assert_same_product(y[i], lambda p, q: p @ q.t(), left, right)
 
 
-def test_columns_may_have_scales_of_their_own_in_each_group(pretend, monkeypatch):
+def test_columns_may_have_scales_of_their_own_in_each_group(pretend, grouped):
     """Bitwise the product of operands of which each group was cast alone."""
     pretend(HOPPER)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", columns_of_groups)
     groups = Groups(ends_of([40, 24]), 64, 32)
     x = [values(64, cols) * torch.tensor([1.0, 2.0**20]).repeat_interleave(torch.tensor([40, 24]))[:, None]
          for cols in (48, 64)]  # fmt: skip
@@ -145,9 +153,8 @@ def test_columns_may_have_scales_of_their_own_in_each_group(pretend, monkeypatch
         assert_same_product(y[i], lambda p, q: p @ q.t(), left, right)
 
 
-def test_a_row_too_large_for_a_scale_is_nan_and_never_a_number(pretend, monkeypatch):
+def test_a_row_too_large_for_a_scale_is_nan_and_never_a_number(pretend, grouped):
     pretend(HOPPER)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", product_of_groups)
     x = torch.randn(32, 64)
     x[3] *= 2.0**90
     y = fp8_rows_grouped.run(rows(x), rows(torch.randn(2, 16, 64)), ends_of([16, 16]), GemmArgs(BF16))
@@ -191,10 +198,9 @@ def test_hopper_multiplies_all_three_products_in_one_launch_each(pretend, recipe
 
 @pytest.mark.parametrize("capability, kernel", [(HOPPER, "fp8_rows"), ((8, 0), "dequant")])
 @pytest.mark.parametrize("format", [Format.HYBRID, Format.E4M3], ids=["hybrid", "e4m3"])
-def test_the_scale_of_a_history_is_beside_the_codes(pretend, monkeypatch, format, capability, kernel):
+def test_the_scale_of_a_history_is_beside_the_codes(pretend, format, capability, kernel):
     """One launch for each product with delayed scaling, too, and the input is saved as codes."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(passes, "scales_of", amax_of)  # torch without CUDA cannot write fake tensors in place
     pretend(capability)
     kernels, saved = step(DelayedScaling(fp8_format=format))
     assert kernels == [kernel] * 3
@@ -203,10 +209,9 @@ def test_the_scale_of_a_history_is_beside_the_codes(pretend, monkeypatch, format
     assert weight.shape == (4, 128, 256)
 
 
-def test_a_batch_runs_as_with_current_scaling(pretend, monkeypatch):
+def test_a_batch_runs_as_with_current_scaling(pretend):
     pytest.importorskip("triton")
     pretend(HOPPER)
-    monkeypatch.setattr(passes, "scales_of", amax_of)
     ran = []
     for recipe in (Float8CurrentScaling().linear_recipe(), DelayedScaling().linear_recipe()):
         needs, options = (True, True, False), Options(recipe)

@@ -9,7 +9,6 @@ import torch
 import mxtensor as mx
 from mxtensor.kernels.quantize.to_row_scaled import row_code
 from mxtensor.kernels.quantize.triton_common import code_of
-from mxtensor.kernels.runtime import triton_launch
 from tests.helpers import ptx
 from tests.helpers.float8_instructions import rounded
 
@@ -31,10 +30,9 @@ def shift_words(stored_ptr, out_ptr, exponents_ptr, code: tl.constexpr, constant
     tl.store(out_ptr + at, shift_word(tl.load(stored_ptr + at), tl.load(exponents_ptr + at), code, constants))
 
 
-def words_of_shifts(name, monkeypatch):
+def words_of_shifts(name):
     """(shift, its word) of blocks at every distance below the exponent of their row, on sm_90; the last one is of
     a row out of range."""
-    monkeypatch.setattr(triton_launch, "instructions_of", lambda device: (9, 0))
     cast, device = mx.Cast.of(name), torch.device("cpu")
     code, constants = code_of(cast, device), row_code(cast.format.element, (9, 0))
     assert code.float8
@@ -50,14 +48,15 @@ def words_of_shifts(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name, element", [("mxfp8", torch.float8_e4m3fn), ("mxfp8_e5m2", torch.float8_e5m2)])
-def test_every_code_by_every_distance_is_rounded_once(name, element, monkeypatch):
+def test_every_code_by_every_distance_is_rounded_once(name, element, instructions):
+    instructions((9, 0))
     which = "E4M3" if element is torch.float8_e4m3fn else "E5M2"
     codes = torch.arange(256, dtype=torch.uint8)
     finite = codes.view(element).double().isfinite()
     four = np.repeat(codes.numpy().astype(np.uint32), 4).reshape(256, 4) + np.array([0, 1, 2, 3], np.uint32)
     four &= 0xFF  # four different codes to a word
     word = four[:, 0] | four[:, 1] << 8 | four[:, 2] << 16 | four[:, 3] << 24
-    shifts, words = words_of_shifts(name, monkeypatch)
+    shifts, words = words_of_shifts(name)
     assert (words[-1] == 0xFFFFFFFF) == (which == "E5M2")  # the row out of range; E4M3 is multiplied by one
     shifts[-1] = 0
     for shift, multiplier in zip(shifts, words, strict=True):

@@ -10,15 +10,13 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxtensor as mx
-from mxtensor.core import devices, kernel
+from mxtensor.core import kernel
 from mxtensor.core.kernel import PLANS, Spec
 from mxtensor.core.select import decide, plan_for
-from mxtensor.kernels.gemm import dot_scaled, scaled_mm_contract
 from mxtensor.kernels.gemm.select import GEMM, GROUPED, _spec, gemm, grouped_gemm, plan_of
 from mxtensor.kernels.gemm.spec import GemmArgs, facts_of
 from mxtensor.kernels.operands import FakeQuantized, Unquantized
 from mxtensor.kernels.quantize.choose_cast import fake_quantize, quantize_operand
-from mxtensor.kernels.runtime import nvrtc, triton_launch
 from mxtensor.tensor.quantize_as import quantize_as
 from tests.helpers.compare import assert_same_product, relative_error
 
@@ -312,12 +310,9 @@ def test_kernels_refuse_fake_quantized_operands_with_a_sentence():
 
 @pytest.mark.parametrize("kernel", ["scaled_mm", "dot_scaled"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_kernels_that_read_codes_refuse_rounded_values(kernel, which, monkeypatch):
+def test_kernels_that_read_codes_refuse_rounded_values(kernel, which, with_triton):
     """On a Blackwell device that accepts the same operands as codes."""
-    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    for module in (devices, dot_scaled):
-        monkeypatch.setattr(module, "device_capability", lambda device: (10, 0))
-    monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: (13, 0))
+    with_triton((10, 0))
     args, ends = GemmArgs(torch.bfloat16), torch.tensor([32], dtype=torch.int32)
     with FakeTensorMode():
         x = torch.empty(32, 64, dtype=torch.bfloat16, device="cuda")
@@ -332,11 +327,9 @@ def test_kernels_that_read_codes_refuse_rounded_values(kernel, which, monkeypatc
         assert grouped.refuses(stack, *operands, ends, args) == "needs codes, an operand is rounded values"
 
 
-def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(monkeypatch):
+def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(cuda):
     """By torch.mm with ``out_dtype``, which is for CUDA only; test_gpu.py tests the values."""
-    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
-    with FakeTensorMode(), mx.explain() as log:
+    with mx.explain() as log:
         a = FakeQuantized(torch.empty(3, 5, 64, dtype=torch.bfloat16, device="cuda"), None, mx.get_format("mxfp8"))
         b = FakeQuantized(torch.empty(64, 40, dtype=torch.bfloat16, device="cuda").t(), None, mx.get_format("mxfp8"))
         y = gemm("mm", a, b, GemmArgs(torch.float32, torch.empty(40, device="cuda")))
@@ -346,14 +339,9 @@ def test_on_a_device_a_float32_result_is_the_accumulator_of_a_bfloat16_product(m
 
 @pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0), (7, 5), (12, 0)], ids=str)
-def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capability, monkeypatch):
+def test_what_is_decided_once_is_what_the_kernels_say_when_asked_again(capability, device, monkeypatch):
     """``facts_of`` has everything that refusals read: different products never share a decision."""
-    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(nvrtc, "library", lambda: None)
-    monkeypatch.setattr(nvrtc, "unknown", lambda capability: None)
-    for module in (devices, dot_scaled):
-        monkeypatch.setattr(module, "device_capability", lambda device: capability)
-    monkeypatch.setattr(scaled_mm_contract, "toolkit_version", lambda: (13, 0))
+    device(capability)
     monkeypatch.setattr(kernel, "MAX_PLANS", 1 << 20)
     PLANS.clear()
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
