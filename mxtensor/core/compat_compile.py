@@ -324,8 +324,6 @@ def hook_guards(kind: type) -> bool:
 
 # As in ``compat_compile``: nothing is changed when this file is imported. Seen in torch 2.11 and 2.13.
 
-Function = Callable[..., Any]
-
 
 def compiled_alone(function: Any, **options: Any) -> Function:
     """``torch.compile(function, fullgraph=True, **options)`` with graphs that no other call of this takes.

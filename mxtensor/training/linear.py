@@ -206,15 +206,20 @@ def _check_stack(x: Tensor, weight: Tensor, ends: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------- the function
 
 
+def _groups(ends: Tensor | None, rows: int, options: Options) -> Groups | None:
+    """The groups of the rows of an input that end at ``ends``."""
+    return None if ends is None else layout_of(ends, rows, options.linear_recipe)
+
+
 def _accumulated(
-    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool, groups: Groups | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, need_dx: bool, ends: Tensor | None
 ) -> WeightOperands | None:
     """The operands of the weight in the ``accumulate`` block that is open; None if the layer casts it."""
     rows = tuple(x.shape[:-1]) if weight.dim() > 2 else as_matrix(x).shape[0]
-    kind = rows, groups is not None, x.dtype, options.dtype, need_dx, forced_kernel()
+    kind = rows, ends is not None, x.dtype, options.dtype, need_dx, forced_kernel()
 
     def make() -> WeightOperands:
-        return WeightOperands.of(*cast_weight(x, weight, options, need_dx, groups))
+        return WeightOperands.of(*cast_weight(x, weight, options, need_dx, _groups(ends, x.shape[0], options)))
 
     return cached_in_block(weight, options.linear_recipe, kind, (x, bias), make)
 
@@ -254,7 +259,7 @@ def _forward(
     of the weight, from an earlier call."""
 
     def work() -> tuple[list[Tensor], Saved]:
-        groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
+        groups = _groups(ends, x.shape[0], options)
         operands = None if cached is None else cached.operands()
         y, tensors, how = forward(x, weight, bias, options, scales, operands, needs, groups)
         others = [t for t in tensors if t is not weight]
@@ -283,7 +288,7 @@ def _backward(
     """``passes.backward``, as a repeated call where it may be one."""
 
     def work() -> tuple[Sequence[Tensor | None], None]:
-        groups = None if ends is None else layout_of(ends, inputs.shape[0], options.linear_recipe)
+        groups = _groups(ends, inputs.shape[0], options)
         return backward(grad, tensors, how.operands, inputs, options, scales, groups), None
 
     given = [values_of(t) for t in tensors] if how.weight else tensors
@@ -305,18 +310,18 @@ class _Linear(torch.autograd.Function):
         graph_weight: tuple[int, ...] | None = None
         tensors: Sequence[Tensor]
         stacked, quantized = weight.dim() > 2, isinstance(values_of(weight), MXTensor)
-        groups = None if ends is None else layout_of(ends, x.shape[0], options.linear_recipe)
         with without_autocast(x.device):
             if cached is None and graph_ops.takes(x, weight, bias, options, scales):
                 y, tensors, operands = graph_ops.forward(x, weight, bias, options, needs)
                 graph_weight, how = tuple(weight.shape), Saved(operands)
             elif quantized and (stacked or cached is not None):
+                groups = _groups(ends, x.shape[0], options)
                 y, tensors, operands = forward(x, weight, bias, options, scales, cached, needs, groups)
                 how = Saved(operands)
             else:
                 made = None if cached is None else WeightOperands.of(*cached)
                 if made is None and (scales is None or not stacked):
-                    made = _accumulated(x, weight, bias, options, needs[0], groups)
+                    made = _accumulated(x, weight, bias, options, needs[0], ends)
                 y, tensors, how = _forward(x, weight, bias, options, scales, needs, made, ends)
         ctx.save_for_backward(*tensors, *(() if ends is None else (ends,)))
         dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype, options.dtype or x.dtype
