@@ -344,7 +344,9 @@ no public name. Missing: ``mx.inference_options()`` raises ImportError; nothing 
 """
 
 
-# The local tensor of a DTensor, and a DTensor like another one, without an import of torch's distributed package
+# ---------------------------------------------------------------------------------------------- DTensor
+
+# Its local tensor, and one like it, without an import of torch's distributed package.
 
 
 def local_of(t: Any) -> Any:

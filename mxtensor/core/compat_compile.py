@@ -322,7 +322,7 @@ def hook_guards(kind: type) -> bool:
 
 # ---------------------------------- ways to have Dynamo compile one function that ``torch.compile`` has no options for
 
-# As in ``compat_compile``: nothing is changed when this file is imported. Seen in torch 2.11 and 2.13.
+# Seen in torch 2.11 and 2.13.
 
 
 def compiled_alone(function: Any, **options: Any) -> Function:
@@ -396,8 +396,7 @@ def size_hint(number: Any) -> int:
 # ---------- the keys of torch's caches of compiled graphs on disk: what a key must know of tensors inside other tensors
 
 # Two caches have such keys. AOTAutograd's key pickles the graph of Dynamo and its inputs, which may be subclasses;
-# Inductor's key pickles the graph that is left when AOTAutograd has taken them apart. As in ``compat_hooks``: nothing
-# is changed when this file is imported, and each function says why no public API does it. Seen in torch 2.11 and 2.13.
+# Inductor's key pickles the graph that is left when AOTAutograd has taken them apart. Seen in torch 2.11 and 2.13.
 
 PACKAGE = __name__.partition(".")[0].encode()
 """What is in the pickled graph of each program with an op, a class or a function of the package."""
@@ -475,7 +474,7 @@ def _use_no_cache() -> None:
 
 # ------------------------------- the code that Inductor generates for a graph on a CPU: where it is, and what it calls
 
-# As in ``compat_compile``: nothing is changed when this file is imported. Seen in torch 2.11 and 2.13.
+# Seen in torch 2.11 and 2.13.
 
 Code = Callable[[list[Any]], Any]
 
