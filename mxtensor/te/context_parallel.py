@@ -26,7 +26,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ..core.arguments import described
 from .arguments import one_of
 from .attention_masks import MASKS, Window, limits, near
-from .tensor_parallel import meshes_of
+from .tensor_parallel import meshes_of, moved
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 POSITIONS, HEADS = 2, 1
@@ -101,19 +101,11 @@ class ContextParallel:
 
     # ---------------------------------------------------------------------------------------- exchanges
 
-    def _moved(self, t: Tensor, before: Any, after: Any, of_gradient: Any) -> Tensor:
-        """The local tensor after a redistribution of a DTensor; torch redistributes the gradient back."""
-        from torch.distributed.tensor import DTensor
-
-        whole = DTensor.from_local(t.contiguous(), self.meshes[t.device.type], [before], run_check=False)
-        moved: Tensor = whole.redistribute(placements=[after]).to_local(grad_placements=[of_gradient])
-        return moved
-
     def _gathered(self, t: Tensor, to_sequence: Tensor) -> Tensor:
         """The positions of all ranks, in the order of a sequence; the gradients of all ranks are summed."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        t = self._moved(t, Shard(POSITIONS), Replicate(), Partial())
+        t = moved(t, self.meshes[t.device.type], Shard(POSITIONS), Replicate(), Partial())
         return self._reordered(t, to_sequence)
 
     # ---------------------------------------------------------------------------------------- attention
@@ -153,10 +145,11 @@ class ContextParallel:
             )
         to_sequence, to_ranks = self._order(q.device)
         by_position, by_head = Shard(POSITIONS), Shard(HEADS)
-        q, k, v = (self._reordered(self._moved(t, by_position, by_head, by_head), to_sequence) for t in (q, k, v))
+        mesh = self.meshes[q.device.type]
+        q, k, v = (self._reordered(moved(t, mesh, by_position, by_head, by_head), to_sequence) for t in (q, k, v))
         shift = k.shape[POSITIONS] - q.shape[POSITIONS] if MASKS[mask_type].bottom_right else 0
         y = of_chunk(q, k, v, shift, limits(mask_type, window))
-        return self._moved(self._reordered(y, to_ranks), by_head, by_position, by_position)
+        return moved(self._reordered(y, to_ranks), mesh, by_head, by_position, by_position)
 
 
 def _of_chunk(q: Tensor, k: Tensor, v: Tensor, first: int, window: Window, as_tensor: bool, attend: Attend) -> Tensor:
@@ -176,9 +169,15 @@ def _of_chunk(q: Tensor, k: Tensor, v: Tensor, first: int, window: Window, as_te
     return attend(q, k, v, False, near(rows, torch.arange(begin, end, device=q.device), window))
 
 
-def set_group_of_attention(module: nn.Module, cp_group: Any, cp_comm_type: str) -> None:
-    """Give ``module`` and all modules inside that attend the process group of context parallelism."""
-    for inner in module.modules():
-        context = getattr(inner, "context_parallel", None)
-        if isinstance(context, ContextParallel):
-            inner.context_parallel = ContextParallel(context.owner, cp_group, cp_comm_type)  # type: ignore[assignment]
+class SequenceSplit(nn.Module):
+    """A module that attends, or that has modules inside that do."""
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """The process group of context parallelism, None for none; ``cp_global_ranks`` and ``cp_stream`` have no
+        effect. Raises what the constructor of DotProductAttention raises."""
+        for inner in self.modules():
+            context = getattr(inner, "context_parallel", None)
+            if isinstance(context, ContextParallel):
+                inner.context_parallel = ContextParallel(context.owner, cp_group, cp_comm_type)  # type: ignore[assignment]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from contextlib import ContextDecorator
-from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ from ..tensor.quantize_as import quantize_as
 from ..training.autocast import autocast as own_autocast
 
 
-@dataclass(frozen=True)
-class ModelInit:
+class ModelInit(NamedTuple):
     """The state of one ``quantized_model_init`` block."""
 
     linear_recipe: LinearRecipe | None
@@ -32,19 +30,15 @@ class ModelInit:
     """Whether each weight preserves its initial high-precision values."""
 
 
-_model_init: Scopes[ModelInit | None] = Scopes("model_init", None)
+OUTSIDE = ModelInit(None, False)
+_model_init: Scopes[ModelInit] = Scopes("model_init", OUTSIDE)
 
 
-def init_recipe() -> LinearRecipe | None:
-    """The recipe of the weights of modules that are created here; None for high precision."""
-    state = _state()
-    return None if state is None else state.linear_recipe
-
-
-def _state() -> ModelInit | None:
+def model_init() -> ModelInit:
+    """The state of the innermost block; outside of all, nothing is quantized."""
     scope = _model_init.innermost()
     # As with autocast, a context that was copied to another thread does not apply there.
-    return scope.value if scope is not None and scope.thread == threading.get_ident() else None
+    return scope.value if scope is not None and scope.thread == threading.get_ident() else OUTSIDE
 
 
 class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngine writes it)
@@ -68,11 +62,9 @@ class quantized_model_init(ContextDecorator):  # noqa: N801  (as TransformerEngi
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
         self.recipe = recipe_or_default("quantized_model_init", enabled, recipe)
-        check(
-            "quantized_model_init", "preserve_high_precision_init_val", preserve_high_precision_init_val, FLAG
-        )  # fmt: skip
         self.preserve = preserve_high_precision_init_val
-        self._entered: list[Scope[ModelInit | None]] = []
+        check("quantized_model_init", "preserve_high_precision_init_val", self.preserve, FLAG)
+        self._entered: list[Scope[ModelInit]] = []
         """The open blocks of all threads and tasks."""
 
     def __enter__(self) -> quantized_model_init:
@@ -94,14 +86,14 @@ def weight_parameter(values: Tensor) -> nn.Parameter:
 
     It is plain too if the recipe leaves weights in high precision.
     """
-    state = _state()
-    cast = None if state is None or state.linear_recipe is None else state.linear_recipe.weight.rowwise
-    if cast is None:
+    linear_recipe, preserves = model_init()
+    cast = None if linear_recipe is None else linear_recipe.weight.rowwise
+    if linear_recipe is None or cast is None:
         return nn.Parameter(values)
-    both = torch.is_grad_enabled() and state.linear_recipe.weight.columnwise is not None  # type: ignore[union-attr]
+    both = torch.is_grad_enabled() and linear_recipe.weight.columnwise is not None
     orientation = Orientation.BOTH if both else Orientation.ROWWISE
     parameter = nn.Parameter(quantize_as(values, LinearRecipe.inference(cast), orientation))
-    if state.preserve:  # type: ignore[union-attr]
+    if preserves:
         preserve(parameter, values)
     return parameter
 
@@ -116,18 +108,12 @@ def preserve(parameter: Any, values: Tensor | None) -> None:
 
 def _get(parameter: Any) -> Tensor | None:
     """The initial values, on the CPU; None after they are cleared."""
-    return getattr(parameter, "_high_precision_init_val", None)
-
-
-def preserves(parameter: Any) -> bool:
-    """Whether a parameter was created with ``preserve_high_precision_init_val``."""
-    return hasattr(parameter, "get_high_precision_init_val")
+    return parameter._high_precision_init_val  # type: ignore[no-any-return]
 
 
 def _clear(parameter: Any) -> None:
     """Delete the initial values."""
-    if hasattr(parameter, "_high_precision_init_val"):
-        del parameter._high_precision_init_val
+    parameter._high_precision_init_val = None
 
 
 # ---------------------------------------------------------------------------------------------- names of contexts

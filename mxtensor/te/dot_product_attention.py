@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.utils.checkpoint import checkpoint
 
@@ -35,9 +35,9 @@ from ..core.arguments import (
 from ..core.compat import disable_torch_function
 from .arguments import check_heads, one_of, refuse_others
 from .attention_masks import MASKS, PaddingMask, Window, visible
-from .context_parallel import ContextParallel, set_group_of_attention
+from .context_parallel import ContextParallel, SequenceSplit
 from .extra_state import ATTENTION, EXTRA_STATE, ignore_keys
-from .tensor_parallel import Parallel, tracker_of
+from .tensor_parallel import Parallel
 
 QKV_FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 """Format -> the permutation to (batch, head, position, channel)."""
@@ -73,7 +73,7 @@ WINDOW = optional(
 )
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(SequenceSplit):
     """Attention of queries (s, b, h, d) over keys and values (s, b, g, d), for ``bshd`` (b, s, ...). No parameters.
 
     - ``kv_channels``: d, or (d of queries and keys, d of values).
@@ -119,13 +119,12 @@ class DotProductAttention(nn.Module):
         super().__init__()
         name = type(self).__name__
         refuse_others(name, others, ("name",))
-        split = Parallel(name, tp_group, tp_size, "column", sequence_parallel)
+        self.split = split = Parallel(name, tp_group, tp_size, "column", sequence_parallel, get_rng_state_tracker)
         groups = check_heads(name, num_attention_heads, num_gqa_groups)
         check(name, "kv_channels", kv_channels, CHANNELS)
         check(name, "window_size", window_size, WINDOW)
         self.num_attention_heads = split.part("num_attention_heads", num_attention_heads, "column")
         self.num_gqa_groups = split.part("num_gqa_groups", groups, "column")
-        self.tracker = tracker_of(get_rng_state_tracker)
         self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         self.attention_dropout = attention_dropout
         self.qkv_format = one_of(f"{name}: qkv_format", qkv_format, QKV_FORMATS)
@@ -136,13 +135,6 @@ class DotProductAttention(nn.Module):
         self.layer_number = layer_number
         self.context_parallel = ContextParallel(name, cp_group, cp_comm_type)
         ignore_keys(self, EXTRA_STATE, ATTENTION)
-
-    def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
-    ) -> None:
-        """The process group of context parallelism, None for none; ``cp_global_ranks`` and ``cp_stream`` have no
-        effect. Raises what the constructor raises."""
-        set_group_of_attention(self, cp_group, cp_comm_type)
 
     def extra_repr(self) -> str:
         return (
@@ -232,7 +224,7 @@ class DotProductAttention(nn.Module):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
         groups = self.num_attention_heads // self.num_gqa_groups
         dropout = self.attention_dropout if self.training else 0.0
-        with self.tracker() if self.tracker is not None and dropout > 0 else nullcontext():
+        with self.split.draws() if dropout > 0 else nullcontext():
             return self._attend(q, k, v, causal, seen, groups, dropout)
 
     def _attend(

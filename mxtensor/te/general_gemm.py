@@ -93,11 +93,17 @@ def general_gemm(
         raise ValueError("general_gemm: the derivative of gelu needs gelu_in, the gelu_input of the forward product")
     dtype = out_dtype or (out.dtype if out is not None else B.dtype)
     added = None if grad else bias
-    _check_tensors(A, B, {"bias": added, "out": out, "gelu_in": gelu_in})
+    others = {"bias": added, "out": out, "gelu_in": gelu_in}
+    for name, t in {"A": A, **others}.items():
+        if t is not None and t.device != B.device:
+            raise ValueError(f"general_gemm: B is on {B.device}, {name} on {t.device}; move one with .to()")
     _check_out(out, dtype, quantization_params, accumulate)
     a, b = _gemm_operands(A, B, layout)
     shape = (b.shape[0], a.shape[0]) if layout == "NT" else (*B.shape[:-1], a.shape[0])
-    _check_shapes(layout, shape, {"bias": added, "out": out, "gelu_in": gelu_in})
+    for name, t in others.items():
+        wanted = shape[-1:] if name == "bias" else shape
+        if t is not None and tuple(t.shape) != wanted:
+            raise ValueError(f"general_gemm: {name} is {tuple(t.shape)}, the result of {layout} needs {wanted}")
 
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     # The kernel must not round if more is added to its result.
@@ -127,20 +133,7 @@ def general_gemm(
     return GemmResult(y, bias_grad, gelu_input, None)
 
 
-# ---------------------------------------------------------------------------------------------- checks
-
-
-def _check_tensors(a: Tensor, b: Tensor, others: dict[str, Tensor | None]) -> None:
-    for name, t in (("A", a), ("B", b)):
-        if not t.dtype.is_floating_point:
-            raise TypeError(
-                f"general_gemm: {name} is {dtype_name(t.dtype)}; convert it to a float dtype or quantize it"
-            )
-        if t.layout is not torch.strided:
-            raise TypeError(f"general_gemm: {name} is {described(t)}; convert it with .to_dense()")
-    for name, other in {"A": a, **others}.items():
-        if other is not None and other.device != b.device:
-            raise ValueError(f"general_gemm: B is on {b.device}, {name} on {other.device}; move one with .to()")
+# ---------------------------------------------------------------------------------------------- checks and copies
 
 
 def _check_out(out: Tensor | None, dtype: torch.dtype, quantizer: Quantizer | None, accumulate: bool) -> None:
@@ -162,37 +155,30 @@ def _check_out(out: Tensor | None, dtype: torch.dtype, quantizer: Quantizer | No
         raise ValueError(f"general_gemm: out is {dtype_name(out.dtype)}, out_dtype {dtype_name(dtype)}; omit out_dtype")
 
 
-def _check_shapes(layout: str, shape: tuple[int, ...], tensors: dict[str, Tensor | None]) -> None:
-    for name, t in tensors.items():
-        wanted = shape[-1:] if name == "bias" else shape
-        if t is not None and tuple(t.shape) != wanted:
-            raise ValueError(f"general_gemm: {name} is {tuple(t.shape)}, the result of {layout} needs {wanted}")
-
-
-# ---------------------------------------------------------------------------------------------- the copies
-
-
-def _gemm_operands(a: Tensor, b: Tensor, layout: str) -> tuple[GemmOperand, GemmOperand]:
+def _gemm_operands(a: Tensor, b: Tensor, layout: str) -> list[GemmOperand]:
     """The copies of A and B that ``layout`` contracts, (rows, contraction) each."""
     row = LAYOUTS[layout]
-    signs = _signs(a, row.a), _signs(b, row.b)
-    if signs[0] != signs[1]:
+    sides = (("A", a, row.a), ("B", b, row.b))
+    for name, t, _ in sides:
+        if not t.dtype.is_floating_point:
+            raise TypeError(
+                f"general_gemm: {name} is {dtype_name(t.dtype)}; convert it to a float dtype or quantize it"
+            )
+        if t.layout is not torch.strided:
+            raise TypeError(f"general_gemm: {name} is {described(t)}; convert it with .to_dense()")
+    rotated = [t._rotated if side == "columnwise" and isinstance(t, MXTensor) else None for _, t, side in sides]
+    if len({None if found is None else found.signs for found in rotated}) > 1:
         raise ValueError(
             f"general_gemm {layout}: A's {row.a} and B's {row.b} copy are rotated differently; quantize both with "
             "the same with_rht and signs, and use rotated copies with layout 'NT' only"
         )
-    operands = _gemm_operand("A", a, row.a, layout), _gemm_operand("B", b, row.b, layout)
-    if (a.shape[-1] if row.a == "rowwise" else a.shape[0]) != (b.shape[-1] if row.b == "rowwise" else b.shape[0]):
+    operands = [_gemm_operand(name, t, side, layout) for name, t, side in sides]
+    of_a, of_b = (t.shape[-1] if side == "rowwise" else t.shape[0] for _, t, side in sides)
+    if of_a != of_b:
         raise ValueError(
             f"general_gemm: A {tuple(a.shape)} and B {tuple(b.shape)} do not fit; {layout} is {row.formula}"
         )
     return operands
-
-
-def _signs(t: Tensor, side: str) -> int | None:
-    """The signs of the rotation of the contracted copy; None if it is not rotated."""
-    rotated = t._rotated if side == "columnwise" and isinstance(t, MXTensor) else None
-    return None if rotated is None else rotated.signs
 
 
 def _gemm_operand(name: str, t: Tensor, side: str, layout: str) -> GemmOperand:

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from ..core.arguments import DEVICE, NUMBER, POSITIVE, SIZE, check, checked, described, instance, optional
 from .arguments import one_of, refuse_others
-from .norm import NormBase, check_normalization
+from .norm import NormBase
 from .product_state import WeightShards
-from .tensor_parallel import Init, Parallel, tracker_of
+from .tensor_parallel import Init, Parallel
 
 PARAMS = optional(instance(dict, "a dictionary from names to numbers"))
 
@@ -141,7 +141,6 @@ class LayerNormMLP(NormBase):
         **others: Any,
     ) -> None:
         refuse_others(name or "LayerNormMLP", others)
-        check_normalization("LayerNormMLP", normalization)
         function, gated = activation_of("LayerNormMLP", activation, activation_params)
         super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
@@ -150,14 +149,15 @@ class LayerNormMLP(NormBase):
         self.checkpoint = checkpoint
         self.activation_params, self._function, self._gated = activation_params, function, gated
         modes = ("column", "row") if set_parallel_mode else (None, None)
-        self.fc1, self.fc2 = (Parallel(self.label, tp_group, tp_size, mode, sequence_parallel) for mode in modes)
+        self.fc1, self.fc2 = (
+            Parallel(self.label, tp_group, tp_size, mode, sequence_parallel, get_rng_state_tracker) for mode in modes
+        )
         self.fc1.part("ffn_hidden_size", ffn_hidden_size, "column")
         self.add_norm(hidden_size, eps, normalization, zero_centered_gamma, device, params_dtype, self.fc1)
-        pieces, tracker = (ffn_hidden_size,) * (2 if self._gated else 1), tracker_of(get_rng_state_tracker)
+        pieces = (ffn_hidden_size,) * (2 if self._gated else 1)
         common = bias, device, params_dtype
-        self.add_linear("fc1_", (sum(pieces), hidden_size), init_method, *common, self.fc1, pieces, tracker)
-        shape = hidden_size, ffn_hidden_size
-        self.add_linear("fc2_", shape, output_layer_init_method, *common, self.fc2, (), tracker)
+        self.add_linear("fc1_", (sum(pieces), hidden_size), init_method, *common, self.fc1, pieces)
+        self.add_linear("fc2_", (hidden_size, ffn_hidden_size), output_layer_init_method, *common, self.fc2)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """inp (..., hidden_size) -> y of the same shape.
@@ -172,12 +172,11 @@ class LayerNormMLP(NormBase):
 
     def _forward(self, inp: Tensor, is_first_microbatch: bool | None) -> Any:
         weights: list[WeightShards] = [[self.fc1_weight], [self.fc2_weight]]
-        active = self.prepare(inp, weights)
+        now = self.prepare(inp, weights, is_first_microbatch)
         normed = self.norm(inp)
-        inner = self.parallel_product(0, normed, weights[0], self.fc1_bias, active, is_first_microbatch, self.fc1)
-        inner = self._function(inner)
+        inner = self._function(self.parallel_product(0, normed, weights[0], self.fc1_bias, now, self.fc1))
         added = None if self.return_bias else self.fc2_bias
-        out = self.parallel_product(1, inner, weights[1], added, active, is_first_microbatch, self.fc2)
+        out = self.parallel_product(1, inner, weights[1], added, now, self.fc2)
         return self.returned(out, self.fc2_bias, normed, self.fc1)
 
     def extra_repr(self) -> str:

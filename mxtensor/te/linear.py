@@ -20,10 +20,10 @@ from torch import Tensor
 from ..core.arguments import COUNT, DENSE, DEVICE, POSITIVE, SIZE, Kind, check, checked, described, optional
 from ..tensor.mxtensor import MXTensor
 from .arguments import refuse_others
-from .module import Active, QuantizedModule, cast_bias
-from .norm import NormBase, check_normalization
+from .module import Pass, QuantizedModule, cast_bias
+from .norm import NormBase
 from .product_state import WeightShards
-from .tensor_parallel import WHOLE, Init, Parallel, Tracker, split_by_style, tracker_of
+from .tensor_parallel import WHOLE, Init, Parallel, split_by_style
 
 Split = dict[str, int] | Sequence[str] | None
 """Names of parameters with the number of rows of each; a sequence of names divides the rows equally."""
@@ -63,7 +63,7 @@ class LinearBase(QuantizedModule):
 
     def add_split_linear(
         self, in_features: int, out_features: int, split: Split, init: Init | None, bias: bool, device: Any,
-        dtype: torch.dtype | None, parallel: Parallel = WHOLE, tracker: Tracker | None = None,
+        dtype: torch.dtype | None, parallel: Parallel,
     ) -> None:  # fmt: skip
         """Register ``weight`` and ``bias``, or ``NAME_weight`` and ``NAME_bias`` for each name of ``split``; all sizes
         are those of the whole weight, of which ``parallel`` gives this rank a part."""
@@ -76,7 +76,7 @@ class LinearBase(QuantizedModule):
         self.weight_names = [f"{prefix}weight" for prefix in sizes]
         self.bias_names = [f"{prefix}bias" for prefix in sizes]
         for prefix, rows in sizes.items():
-            self.add_linear(prefix, (rows, in_features), init, bias, device, dtype, parallel, (), tracker)
+            self.add_linear(prefix, (rows, in_features), init, bias, device, dtype, parallel)
 
     def weights(self) -> list[WeightShards]:
         """The parameters of each product: one product of all, or one of each if they are quantized.
@@ -93,15 +93,15 @@ class LinearBase(QuantizedModule):
             return None
         return shards[0] if len(shards) == 1 else torch.cat(shards)
 
-    def by_weight(self, x: Tensor, weights: list[WeightShards], active: Active | None, first: bool | None) -> Tensor:
+    def by_weight(self, x: Tensor, weights: list[WeightShards], now: Pass) -> Tensor:
         """The result (..., out_features), with the bias added unless ``return_bias`` is set."""
         by_rows = self.parallel.mode == "row"
         full = self.full_bias() if (len(weights) == 1 or by_rows) and not self.return_bias else None
         if len(weights) == 1:
-            return self.parallel_product(0, x, weights[0], full, active, first, self.parallel)
+            return self.parallel_product(0, x, weights[0], full, now, self.parallel)
         biases = [None if self.return_bias or by_rows else self.local(name) for name in self.bias_names]
         each, x = enumerate(zip(weights, biases, strict=True)), self.parallel.into(x)
-        y = torch.cat([self.product(i, x, weight, bias, active, first) for i, (weight, bias) in each], -1)
+        y = torch.cat([self.product(i, x, weight, bias, now) for i, (weight, bias) in each], -1)
         return self.parallel.out_of(y, full)
 
     def split_by_style(self, style: Any, mode: str, mesh: Any) -> LinearBase:
@@ -167,11 +167,12 @@ class Linear(LinearBase):
             save_original_input=save_original_input,
         )
         self.return_bias = return_bias
-        parallel = Parallel(self.label, tp_group, tp_size, parallel_mode, sequence_parallel)
+        parallel = Parallel(
+            self.label, tp_group, tp_size, parallel_mode, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        )
         self.add_split_linear(
-            in_features, out_features, parameters_split, init_method, bias, device, params_dtype, parallel,
-            tracker_of(get_rng_state_tracker, rng_tracker_name),
-        )  # fmt: skip
+            in_features, out_features, parameters_split, init_method, bias, device, params_dtype, parallel
+        )
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any
@@ -183,7 +184,7 @@ class Linear(LinearBase):
         """
         refuse_others(self.label, others)
         weights = self.weights()
-        out = self.by_weight(inp, weights, self.prepare(inp, weights), is_first_microbatch)
+        out = self.by_weight(inp, weights, self.prepare(inp, weights, is_first_microbatch))
         return (out, cast_bias(self.full_bias(), out)) if self.return_bias else out
 
 
@@ -224,16 +225,14 @@ class LayerNormLinear(NormBase, LinearBase):
         **others: Any,
     ) -> None:
         refuse_others(name or "LayerNormLinear", others)
-        check_normalization("LayerNormLinear", normalization)
         super().__init__(name, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        parallel = Parallel(self.label, tp_group, tp_size, parallel_mode, sequence_parallel)
+        parallel = Parallel(self.label, tp_group, tp_size, parallel_mode, sequence_parallel, get_rng_state_tracker)
         self.add_norm(in_features, eps, normalization, zero_centered_gamma, device, params_dtype, parallel)
         self.add_split_linear(
-            in_features, out_features, parameters_split, init_method, bias, device, params_dtype, parallel,
-            tracker_of(get_rng_state_tracker),
-        )  # fmt: skip
+            in_features, out_features, parameters_split, init_method, bias, device, params_dtype, parallel
+        )
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """inp (..., in_features) -> y (..., out_features).
@@ -243,9 +242,9 @@ class LayerNormLinear(NormBase, LinearBase):
         """
         refuse_others(self.label, others)
         weights = self.weights()
-        active = self.prepare(inp, weights)
+        now = self.prepare(inp, weights, is_first_microbatch)
         normed = self.norm(inp)
-        y = self.by_weight(normed, weights, active, is_first_microbatch)
+        y = self.by_weight(normed, weights, now)
         return self.returned(y, self.full_bias(), normed, self.parallel)
 
 
@@ -346,7 +345,9 @@ class GroupedLinear(QuantizedModule):
             delay_wgrad_compute=delay_wgrad_compute,
             save_original_input=save_original_input,
         )
-        self.parallel = parallel = Parallel(self.label, tp_group, tp_size, parallel_mode, sequence_parallel)
+        self.parallel = parallel = Parallel(
+            self.label, tp_group, tp_size, parallel_mode, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        )
         if bias and parallel.mode is not None:
             raise ValueError(
                 f"{self.label}: parallel_mode={parallel_mode!r} of {parallel.size} ranks and bias=True: what ranks add "
@@ -355,10 +356,9 @@ class GroupedLinear(QuantizedModule):
         self.num_gemms, self.return_bias = num_gemms, return_bias
         self.in_features = parallel.part("in_features", in_features, "row")
         self.out_features = parallel.part("out_features", out_features, "column")
-        tracker = tracker_of(get_rng_state_tracker, rng_tracker_name)
         shape = (out_features, in_features)
         for i in range(num_gemms):
-            self.add_linear("", shape, init_method, bias, device, params_dtype, self.parallel, (), tracker, f"{i}")
+            self.add_linear("", shape, init_method, bias, device, params_dtype, parallel, suffix=f"{i}")
 
     def forward(
         self, inp: Tensor, m_splits: Splits, is_first_microbatch: bool | None = None, **others: Any
@@ -374,9 +374,9 @@ class GroupedLinear(QuantizedModule):
         groups = groups_of(inp, row_counts(m_splits, self.num_gemms, self.label), self.label)
         weights = [[getattr(self, f"weight{i}")] for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
-        active = self.prepare(inp, weights)
+        now = self.prepare(inp, weights, is_first_microbatch)
         added = [None] * self.num_gemms if self.return_bias else biases
-        y = [self.product(i, x, weights[i], added[i], active, is_first_microbatch) for i, x in enumerate(groups)]
+        y = [self.product(i, x, weights[i], added[i], now) for i, x in enumerate(groups)]
         out = torch.cat(y).view(*inp.shape[:-1], self.out_features)
         if not self.return_bias:
             return out

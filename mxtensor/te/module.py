@@ -1,7 +1,8 @@
 """QuantizedModule: one forward pass of a module whose products run quantized under the active recipe.
 
-A forward pass calls ``prepare`` once, then ``product`` for each weight. After these come the parameters, then the
-quantizers and states with their place in the state dict; ``product_state.py`` has the state of one product.
+A forward pass calls ``prepare`` once, then ``product`` or ``parallel_product`` for each weight. After these come the
+parameters, then the quantizers and states with their place in the state dict; ``product_state.py`` has the state of one
+product.
 """
 
 from __future__ import annotations
@@ -26,16 +27,14 @@ from ..recipe import Recipe
 from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..training.autocast import autocast_state
-from ..training.delayed_scaling import Scales
 from ..training.interception import check_recipe
 from ..training.linear import SHARDS, linear
 from ..training.passes import Options
 from ..training.state_dict import register_state_dict_hooks
-from .contexts import init_recipe, preserve, preserves, weight_parameter
+from .contexts import model_init, preserve, weight_parameter
 from .extra_state import EXTRA_STATE, product_states
 from .product_state import (
     STANDS_FOR,
-    CachedOperands,
     Fp8Meta,
     ProductState,
     WeightShards,
@@ -46,18 +45,21 @@ from .product_state import (
     share_loaded,
 )
 from .quantizers import quantizers_of
-from .tensor_parallel import Init, Parallel, Tracker, local_part, refuse, set_group_of_modules
+from .tensor_parallel import Init, Parallel, SplitModule
 
 
-class Active(NamedTuple):
-    """The recipe of one forward pass."""
+class Pass(NamedTuple):
+    """What all products of one forward pass share."""
 
-    linear_recipe: LinearRecipe
-    group: Any = None
+    linear_recipe: LinearRecipe | None
+    """None outside ``autocast`` and where it is disabled."""
+    group: Any
     """The process group that shares delayed scaling's amax."""
+    first: bool | None
+    """TransformerEngine's ``is_first_microbatch``."""
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(SplitModule):
     """A module with one or more products by weights, which run quantized inside ``mxtensor.autocast``.
 
     ``quantized_model_init`` may quantize its weights, and FSDP2 may shard them. Each product has a ProductState.
@@ -86,7 +88,7 @@ class QuantizedModule(nn.Module):
         """The module that this one is a part of, which a style must not split alone."""
         self._sharded: dict[str, Any] = {}
         """Name -> the parameter that FSDP2 has sharded."""
-        self._init_recipe = init_recipe()
+        self._init_recipe = model_init().linear_recipe
         self._inits: dict[str, Init] = {}
         self._grad_placements: dict[str, Any] = {}
         """Name -> the placements of the gradient of its local part, for parameters that a style has split."""
@@ -103,17 +105,18 @@ class QuantizedModule(nn.Module):
         """The name of this module in messages."""
         return self.name or type(self).__name__
 
-    def prepare(self, x: Tensor, weights: Sequence[WeightShards]) -> Active | None:
-        """The recipe of this pass for products by these weights; ``x`` is the input of the first product.
+    def prepare(self, x: Tensor, weights: Sequence[WeightShards], first: bool | None) -> Pass:
+        """The start of a pass of products by these weights; ``x`` is the input of the first product.
 
-        None outside ``autocast`` and where it is disabled. Raises, with nothing changed: TypeError and ValueError for
-        an input that does not fit; RuntimeError for a quantized weight of another recipe, or for a ``main_grad`` that
-        is needed and missing.
+        Raises, with nothing changed: TypeError and ValueError for arguments that do not fit; RuntimeError for a
+        quantized weight of another recipe, or for a ``main_grad`` that is needed and missing.
         """
         self._check(x, weights)
+        if first is not None and first is not True and first is not False:
+            check(self.label, "is_first_microbatch", first, optional(FLAG))
         state = autocast_state()
         if state is None or state.recipe is None:
-            return None
+            return Pass(None, None, first)
         linear_recipe = state.recipe.linear_recipe()
         for shards in weights:
             for weight in shards:
@@ -121,8 +124,8 @@ class QuantizedModule(nn.Module):
         if not torch.compiler.is_dynamo_compiling():
             self._update(state.recipe, linear_recipe, len(weights), x.device, state.group)
         elif linear_recipe.delayed is not None:
-            _update_eagerly(self, state.recipe, linear_recipe, len(weights), x.device, state.group)
-        return Active(linear_recipe, state.group)
+            _run_eagerly(self, "_update", state.recipe, linear_recipe, len(weights), x.device, state.group)
+        return Pass(linear_recipe, state.group, first)
 
     def _check(self, x: Tensor, weights: Sequence[WeightShards]) -> None:
         label, weight = self.label, weights[0][0]
@@ -150,107 +153,68 @@ class QuantizedModule(nn.Module):
                         "torch.zeros_like(weight, dtype=torch.float32)"
                     )
 
-    def product(
-        self, index: int, x: Tensor, shards: WeightShards, bias: Tensor | None, active: Active | None,
-        first: bool | None,
-    ) -> Tensor:  # fmt: skip
-        """Product ``index`` of this pass: x (..., K) by the weight (N, K) that consists of ``shards``; (..., N).
+    @property
+    def _accumulates(self) -> bool:
+        """Whether this module accumulates weight gradients itself."""
+        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
 
-        ``first`` is TransformerEngine's ``is_first_microbatch``.
-        """
-        if first is not None and first is not True and first is not False:
-            check(self.label, "is_first_microbatch", first, optional(FLAG))
-        hooked = self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        if active is None and not hooked:
+    def product(self, index: int, x: Tensor, shards: WeightShards, bias: Tensor | None, now: Pass) -> Tensor:
+        """Product ``index`` of this pass: x (..., K) by the weight (N, K) that consists of ``shards``; (..., N)."""
+        recipe = now.linear_recipe
+        if recipe is None and not self._accumulates:
             weight = joined(shards)
             if not torch_autocasts(x.device):  # inside torch.autocast, torch chooses the dtype, else it is the input's
                 weight = weight.with_dtype(x.dtype) if isinstance(weight, MXTensor) else weight.to(x.dtype)
                 bias = None if bias is None else bias.to(x.dtype)
             return F.linear(x, weight, bias)
-        if not torch.compiler.is_dynamo_compiling():
-            return self._quantized(index, x, shards, bias, active, first)
-        if hooked or (active is not None and active.linear_recipe.delayed is not None):
-            return _run_eagerly(self, index, x, shards, bias, active, first)  # type: ignore[no-any-return]
-        assert active is not None
-        options = Options(active.linear_recipe, result_dtype(x), self.save_original_input)
-        return linear(x, joined(shards), bias, options)
+        needs_eager = self._accumulates or (recipe is not None and recipe.delayed is not None)
+        if needs_eager and torch.compiler.is_dynamo_compiling():
+            return _run_eagerly(self, "_quantized", index, x, shards, bias, now)  # type: ignore[no-any-return]
+        return self._quantized(index, x, shards, bias, now)
 
-    def _quantized(
-        self, index: int, x: Tensor, shards: WeightShards, bias: Tensor | None, active: Active | None,
-        first: bool | None,
-    ) -> Tensor:  # fmt: skip
-        weight = joined(shards)
-        return linear(x, weight, bias, *self.arguments(index, x, weight, shards, active, first))
-
-    def arguments(
-        self, index: int, x: Tensor, weight: Tensor, shards: WeightShards, active: Active | None, first: bool | None
-    ) -> tuple[Options, Scales | None, CachedOperands | None]:
-        """The last arguments of ``linear`` for product ``index`` of this pass. Eager code only."""
-        state, dtype = self._state(index), result_dtype(x)
-        linear_recipe = HIGH_PRECISION if active is None else active.linear_recipe
+    def _quantized(self, index: int, x: Tensor, shards: WeightShards, bias: Tensor | None, now: Pass) -> Tensor:
+        """``product`` by the autograd function of a linear layer, with the state of this product in eager code."""
+        weight, dtype, linear_recipe = joined(shards), result_dtype(x), now.linear_recipe or HIGH_PRECISION
+        if torch.compiler.is_dynamo_compiling():
+            return linear(x, weight, bias, Options(linear_recipe, dtype, self.save_original_input))
+        state = self._state(index)
         hook = state.on_wgrad(shards, dtype, self.fuse_wgrad_accumulation, self.delay_wgrad_compute)
-        scales = None if active is None else state.scales(active.group)
+        delayed = None if now.linear_recipe is None else state.delayed
+        scales = None if delayed is None else delayed.step(now.group)  # one step of the history
         options = Options(linear_recipe, dtype, self.save_original_input, hook)
-        return options, scales, state.operands(weight, shards, linear_recipe, scales, first)
-
-    # ------------------------------------------------------------------------------------------ split over ranks
+        return linear(
+            x, weight, bias, options, scales, state.operands(weight, shards, linear_recipe, scales, now.first)
+        )
 
     def parallel_product(
-        self, index: int, x: Tensor, shards: WeightShards, bias: Tensor | None, active: Active | None,
-        first: bool | None, parallel: Parallel,
-    ) -> Tensor:  # fmt: skip
+        self, index: int, x: Tensor, shards: WeightShards, bias: Tensor | None, now: Pass, parallel: Parallel
+    ) -> Tensor:
         """``product`` of a weight of which this rank has a part (``tensor_parallel.py``): with the sums and gathers
         around it. An input that is gathered is sent as codes and scales if the recipe allows it."""
-        if parallel.sequence and parallel.mode == "column" and active is not None:
-            y = self._gathered(x, shards, bias, active, first, parallel)
-            if y is not None:
-                return y
-        by_rows = parallel.mode == "row"
+        if parallel.mode is None:
+            return self.product(index, x, shards, bias, now)
+        from ..distributed.split_linear import gathered_linear, reason_for_values, split_linear
+
+        recipe, dtype, by_rows = now.linear_recipe, result_dtype(x), parallel.mode == "row"
+        group = parallel.mesh_of(x.device).get_group()
+        if parallel.sequence and not by_rows and recipe is not None:
+            why, rows = None, as_matrix(x)
+            if self._accumulates or self.save_original_input:
+                why = f"{self.label} accumulates wgrad itself, or saves its input"
+            elif now.first is not None:
+                why = "is_first_microbatch caches the weight"
+            if reason_for_values(rows, recipe, dtype, why) is None:
+                y = gathered_linear(rows, joined(shards), bias, recipe, group, dtype)
+                return y.view(parallel.size * x.shape[0], *x.shape[1:-1], y.shape[-1])
         before, after = (None, bias) if by_rows else (bias, None)
         x = parallel.into(x)
         plain = not any(isinstance(shard, MXTensor) for shard in shards)
-        alone = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or first is not None
-        has_tensor_scales = active is not None and active.linear_recipe.has_tensor_scales
-        if parallel.mode is not None and active is not None and has_tensor_scales and plain and not alone:
+        if recipe is not None and recipe.has_tensor_scales and plain and not self._accumulates and now.first is None:
             # The ranks cast their parts with the scales of the whole tensors.
-            from ..distributed.split_linear import split_linear
-
-            group = parallel.mesh_of(x.device).get_group()
-            y = split_linear(x, joined(shards), before, active.linear_recipe, group, by_rows, result_dtype(x))
+            y = split_linear(x, joined(shards), before, recipe, group, by_rows, dtype)
         else:
-            y = self.product(index, x, shards, before, active, first)
+            y = self.product(index, x, shards, before, now)
         return parallel.out_of(y, after)
-
-    def _gathered(
-        self, x: Tensor, shards: WeightShards, bias: Tensor | None, active: Active, first: bool | None,
-        parallel: Parallel,
-    ) -> Tensor | None:  # fmt: skip
-        """The columns of this rank for the rows of all ranks, gathered as codes; None if values are gathered."""
-        from ..distributed.split_linear import gathered_linear, reason_for_values
-
-        dtype, rows = result_dtype(x), as_matrix(x)
-        why = None
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input:
-            why = f"{self.label} accumulates wgrad itself, or saves its input"
-        elif first is not None:
-            why = "is_first_microbatch caches the weight"
-        if reason_for_values(rows, active.linear_recipe, dtype, why) is not None:
-            return None
-        group = parallel.mesh_of(x.device).get_group()
-        y = gathered_linear(rows, joined(shards), bias, active.linear_recipe, group, dtype)
-        return y.view(parallel.size * x.shape[0], *x.shape[1:-1], y.shape[-1])
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The process group of a module that was made with ``tp_size`` and without ``tp_group``.
-
-        Raises TypeError for another object, ValueError for a group of another size.
-        """
-        set_group_of_modules(self, tp_group)
-
-    def split_by_style(self, style: Any, mode: str, mesh: Any) -> Any:
-        """Called by the styles of ``mx.parallel``: raises NotImplementedError for a module of several products."""
-        arguments = f"parallel_mode='{mode}'" if hasattr(self, "parallel") else "set_parallel_mode=True"
-        refuse(style, self, self.label, "it has several weights, and a style is for one", arguments)
 
     # ------------------------------------------------------------------------------------------ weight gradients
 
@@ -276,7 +240,10 @@ class QuantizedModule(nn.Module):
         placements = self._grad_placements.get(name)
         if placements is None or parameter is None:
             return parameter
-        return local_part(parameter, placements, STANDS_FOR)
+        part = parameter.to_local(grad_placements=placements)
+        if not torch.compiler.is_dynamo_compiling():
+            setattr(part, STANDS_FOR, parameter)
+        return part
 
     def add_parameter(
         self, name: str, shape: tuple[int, ...], init: Init, device: Any, dtype: torch.dtype | None
@@ -290,8 +257,7 @@ class QuantizedModule(nn.Module):
 
     def add_linear(
         self, prefix: str, shape: tuple[int, int], init: Init | None, bias: bool, device: Any,
-        dtype: torch.dtype | None, parallel: Parallel, pieces: Sequence[int], tracker: Tracker | None,
-        suffix: str = "",
+        dtype: torch.dtype | None, parallel: Parallel, pieces: Sequence[int] = (), suffix: str = "",
     ) -> None:  # fmt: skip
         """Register the parts of this rank of a weight (N, K) and of its bias (N,), or None. ``pieces``: rows that are
         split one by one; () for all at once.
@@ -300,14 +266,13 @@ class QuantizedModule(nn.Module):
         """
         bound = 1 / math.sqrt(shape[1]) if shape[1] > 0 else 0.0
         start: Init = partial(nn.init.uniform_, a=-bound, b=bound) if init is None else nn.init.zeros_
-        pieces = pieces or shape[:1]
         # That of torch.nn.Linear, so that a drop-in replacement starts with the same values.
         kaiming = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
-        fill = parallel.initialize(init or kaiming, pieces, tracker)
         weight_name, bias_name = f"{prefix}weight{suffix}", f"{prefix}bias{suffix}"
+        fill = parallel.initialize(init or kaiming, pieces or shape[:1], True)
         self.add_parameter(weight_name, parallel.shape(shape), fill, device, dtype)
         if bias:
-            fill = parallel.initialize(start, pieces, None)
+            fill = parallel.initialize(start, pieces or shape[:1], False)
             self.add_parameter(bias_name, parallel.shape(shape[:1]), fill, device, dtype)
         else:
             self.register_parameter(bias_name, None)
@@ -322,7 +287,7 @@ class QuantizedModule(nn.Module):
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             init(values)
             parameter.copy_(distributed_like(values, parameter))
-            if preserves(parameter):
+            if hasattr(parameter, "get_high_precision_init_val"):
                 preserve(parameter, values)
 
     # ------------------------------------------------------------------------------------------ quantizers and states
@@ -366,7 +331,7 @@ class QuantizedModule(nn.Module):
         device = next(self.parameters()).device
         for state in self._products:
             if state.delayed is not None and state.delayed.amax.device != device:
-                state.move(device)
+                state.delayed = state.delayed.to(device)
         return out
 
     def __getstate__(self) -> dict[str, Any]:
@@ -418,14 +383,9 @@ class QuantizedModule(nn.Module):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run_eagerly(module: QuantizedModule, *arguments: Any) -> Tensor:
+def _run_eagerly(module: QuantizedModule, method: str, *arguments: Any) -> Any:
     """Hooks of the backward pass and amax histories need eager code: a compiled model has a graph break here."""
-    return module._quantized(*arguments)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _update_eagerly(module: QuantizedModule, *arguments: Any) -> None:
-    module._update(*arguments)
+    return getattr(module, method)(*arguments)
 
 
 def joined(shards: WeightShards) -> Tensor:

@@ -60,16 +60,28 @@ def _check_tokens(name: str, inp: Tensor, routing_map: Tensor, probs: Tensor | N
         raise ValueError(f"{name}: probs is {described(probs)}; it must have the shape {tuple(routing_map.shape)}")
 
 
-def _number_of_rows(name: str, routing_map: Tensor, given: int, is_mask: bool = True) -> int:
-    """``given``; if it is 0 or less, the number of choices, for which the host waits."""
-    if given > routing_map.numel():
+def _permuted(
+    name: str, inp: Tensor, probs: Tensor | None, routing_map: Tensor, num_out_tokens: int, by_mask: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(rows, their weights, row_id_map). ``num_out_tokens`` 0 or less: the number of choices, for which the host
+    waits."""
+    check(name, "num_out_tokens", num_out_tokens, INTEGER)
+    _check_tokens(name, inp, routing_map, probs)
+    if num_out_tokens > routing_map.numel():
         raise ValueError(
-            f"{name}: num_out_tokens={given} is more than the {routing_map.numel()} entries of routing_map; leave it "
-            "at -1 to count them"
+            f"{name}: num_out_tokens={num_out_tokens} is more than the {routing_map.numel()} entries of routing_map; "
+            "leave it at -1 to count them"
         )
-    if given > 0:
-        return given
-    return int(routing_map.count_nonzero() if is_mask else (routing_map >= 0).sum())
+    rows = num_out_tokens
+    if rows <= 0:
+        rows = int(routing_map.count_nonzero() if by_mask else (routing_map >= 0).sum())
+    if by_mask:
+        row_id_map, choices = rows_of_mask(routing_map, rows)
+    else:
+        row_id_map = rows_of_index(routing_map)
+        row_id_map = torch.where(row_id_map < rows, row_id_map, -1)
+        choices = choices_of_rows(row_id_map, rows)
+    return *permuted(inp, probs, row_id_map, choices), row_id_map
 
 
 def moe_permute(
@@ -84,28 +96,15 @@ def moe_permute(
     Raises TypeError and ValueError for tensors that do not fit.
     """
     one_of("moe_permute: map_type", map_type, MAPS)
-    check("moe_permute", "num_out_tokens", num_out_tokens, INTEGER)
-    _check_tokens("moe_permute", inp, routing_map)
-    if map_type == "mask":
-        rows = _number_of_rows("moe_permute", routing_map, num_out_tokens)
-        row_id_map, choices = rows_of_mask(routing_map, rows)
-    else:
-        rows = _number_of_rows("moe_permute", routing_map, num_out_tokens, is_mask=False)
-        row_id_map = rows_of_index(routing_map)
-        row_id_map = torch.where(row_id_map < rows, row_id_map, -1)
-        choices = choices_of_rows(row_id_map, rows)
-    return permuted(inp, None, row_id_map, choices)[0], row_id_map
+    out, _, row_id_map = _permuted("moe_permute", inp, None, routing_map, num_out_tokens, map_type == "mask")
+    return out, row_id_map
 
 
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``moe_permute`` of a mask, and the weight of each row from ``probs`` (T, experts): rows, weights, row_id_map."""
-    check("moe_permute_with_probs", "num_out_tokens", num_out_tokens, INTEGER)
-    _check_tokens("moe_permute_with_probs", inp, routing_map, probs)
-    rows = _number_of_rows("moe_permute_with_probs", routing_map, num_out_tokens)
-    row_id_map, choices = rows_of_mask(routing_map, rows)
-    out, weights = permuted(inp, probs, row_id_map, choices)
+    out, weights, row_id_map = _permuted("moe_permute_with_probs", inp, probs, routing_map, num_out_tokens)
     assert weights is not None
     return out, weights, row_id_map
 
@@ -230,18 +229,6 @@ def _has_kernels(inp: Tensor) -> bool:
     return inp.is_cuda and not is_traced(inp) and not is_captured(inp)
 
 
-def _rows(inp: Tensor) -> Tensor:
-    return inp.reshape(-1, inp.shape[-1])
-
-
-def _maps(sizes: list[int], padded: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The row before padding of each padded row, -1 for padding; and the padded row of each row."""
-    counts = torch.tensor([sizes, padded], dtype=torch.int32, device="cpu")
-    if device.type == "cuda":
-        counts = counts.pin_memory().to(device, non_blocking=True)  # does not synchronize
-    return chunk_rows(counts[0], None, counts[1], sum(sizes), sum(padded))
-
-
 class _Aligned(nn.Module):
     """The number of groups, and the multiple to which their row counts are rounded up."""
 
@@ -256,6 +243,25 @@ class _Aligned(nn.Module):
         recipe = get_recipe()
         size = self.align_size or align_size_of(None if recipe is None else recipe.linear_recipe())
         return [-(-n // size) * size for n in sizes]
+
+    def copied(self, inp: Tensor, before: list[int], after: list[int]) -> Tensor:
+        """Rows in groups of ``before``, each cut to its size in ``after`` or filled up with zeros; ``inp`` itself if no
+        size differs."""
+        groups = groups_of(inp, before, type(self).__name__)
+        if before == after:
+            return inp
+        pads = sum(before) < sum(after)
+        if not _has_kernels(inp):
+            pieces = []
+            for rows, size in zip(groups, after, strict=True):
+                pieces += [rows, rows.new_zeros(size - len(rows), rows.shape[1])] if pads else [rows[:size]]
+            return torch.cat(pieces)
+        sizes, padded = (before, after) if pads else (after, before)
+        counts = torch.tensor([sizes, padded], dtype=torch.int32, device="cpu")
+        if inp.device.type == "cuda":
+            counts = counts.pin_memory().to(inp.device, non_blocking=True)  # does not synchronize
+        into, back = chunk_rows(counts[0], None, counts[1], sum(sizes), sum(padded))
+        return moved(inp.reshape(-1, inp.shape[-1]), None, *((into, back) if pads else (back, into)))[0]
 
     def extra_repr(self) -> str:
         return f"num_gemms={self.num_gemms}, align_size={self.align_size}"
@@ -274,17 +280,9 @@ class Fp8Padding(_Aligned):
         If no group needs padding, returns ``inp`` itself. Raises TypeError and ValueError for m_splits that do not fit
         ``inp``.
         """
-        name = type(self).__name__
-        sizes = row_counts(m_splits, self.num_gemms, name)
-        groups, padded = groups_of(inp, sizes, name), self.padded(sizes)
-        if padded == sizes:
-            return inp, padded
-        if _has_kernels(inp):
-            return moved(_rows(inp), None, *_maps(sizes, padded, inp.device))[0], padded
-        pieces = []
-        for rows, size in zip(groups, padded, strict=True):
-            pieces += [rows, rows.new_zeros(size - rows.shape[0], rows.shape[1])]
-        return torch.cat(pieces), padded
+        sizes = row_counts(m_splits, self.num_gemms, type(self).__name__)
+        padded = self.padded(sizes)
+        return self.copied(inp, sizes, padded), padded
 
 
 class Fp8Unpadding(_Aligned):
@@ -296,13 +294,5 @@ class Fp8Unpadding(_Aligned):
         If no group was padded, returns ``inp`` itself. Raises TypeError and ValueError for m_splits whose padded counts
         do not fit ``inp``.
         """
-        name = type(self).__name__
-        sizes = row_counts(m_splits, self.num_gemms, name)
-        padded = self.padded(sizes)
-        groups = groups_of(inp, padded, name)
-        if padded == sizes:
-            return inp
-        if _has_kernels(inp):
-            source, target = _maps(sizes, padded, inp.device)
-            return moved(_rows(inp), None, target, source)[0]
-        return torch.cat([rows[:size] for rows, size in zip(groups, sizes, strict=True)])
+        sizes = row_counts(m_splits, self.num_gemms, type(self).__name__)
+        return self.copied(inp, self.padded(sizes), sizes)

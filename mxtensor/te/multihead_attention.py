@@ -1,7 +1,4 @@
-"""MultiheadAttention: projections that run quantized under a recipe, and attention that stays in high precision.
-
-``Composite`` is what it has in common with TransformerLayer: modules of several products.
-"""
+"""MultiheadAttention: projections that run quantized under a recipe, and attention that stays in high precision."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from torch import Tensor, nn
 from ..core.arguments import COUNT, POSITIVE, SHARE, Kind, check, checked, described, instance, is_dense_float, optional
 from .arguments import check_heads, one_of, refuse_others
 from .attention_masks import PaddingMask, Window
-from .context_parallel import set_group_of_attention
+from .context_parallel import SequenceSplit
 from .dot_product_attention import ATTENTION_TYPES, DotProductAttention
 from .linear import LayerNormLinear, Linear
 from .norm import normalized_heads
 from .rope import apply_rotary_pos_emb
-from .tensor_parallel import Init, Parallel, refuse, set_group_of_modules
+from .tensor_parallel import Init, Parallel, SplitModule
 
 SEQUENCE = Kind(
     "a dense floating-point torch.Tensor of 3 dimensions",
@@ -39,24 +36,6 @@ def check_sequences(owner: str, hidden_states: Any, encoder_output: Any, is_cros
         raise ValueError(f"{owner}: {option} {needs} encoder_output{given}")
 
 
-class Composite(nn.Module):
-    """A module whose products are modules inside."""
-
-    def split_by_style(self, style: Any, mode: str, mesh: Any) -> Any:
-        """Called by the styles of ``mx.parallel``: raises NotImplementedError."""
-        refuse(style, self, type(self).__name__, "it has several weights, and a style is for one")
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The process group of modules that were made with ``tp_size`` and without ``tp_group``."""
-        set_group_of_modules(self, tp_group)
-
-    def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
-    ) -> None:
-        """The process group over which sequences are split, as for DotProductAttention; None for none."""
-        set_group_of_attention(self, cp_group, cp_comm_type)
-
-
 ANGLES = Kind(
     "a tensor of angles, or a pair of them",
     lambda given: all(isinstance(t, Tensor) for t in (given if isinstance(given, tuple) else (given,))),
@@ -65,7 +44,7 @@ ANGLES = Kind(
 ATTENTION = instance(nn.MultiheadAttention, "an nn.MultiheadAttention")
 
 
-class MultiheadAttention(Composite):
+class MultiheadAttention(SplitModule, SequenceSplit):
     """Self-attention, or cross-attention to ``encoder_output``: (s, b, hidden_size), for ``bshd`` (b, s, hidden_size).
 
     The projections have TransformerEngine's names: ``qkv`` (``layernorm_qkv`` with ``input_layernorm``), for ``cross``

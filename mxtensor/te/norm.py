@@ -15,18 +15,12 @@ from .extra_state import EXTRA_STATE, ignore_keys
 from .module import QuantizedModule, cast_bias
 from .tensor_parallel import WHOLE, Parallel
 
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 DTYPE = instance(torch.dtype, "a torch.dtype")
 SIZES = Kind(
     "an integer of 1 or more, or a sequence of them",
     lambda sizes: isinstance(sizes, Sequence) and is_integers(sizes),
     lambda sizes: len(sizes) > 0 and min(sizes) > 0,
 )
-
-
-def check_normalization(owner: str, normalization: str) -> None:
-    """Raise ValueError for an unknown norm. ``owner`` names the module."""
-    one_of(f"{owner}: normalization", normalization, NORMALIZATIONS)
 
 
 class NormBase(QuantizedModule):
@@ -40,9 +34,13 @@ class NormBase(QuantizedModule):
 
     def add_norm(
         self, size: int, eps: float, normalization: str, zero_centered_gamma: bool, device: Any,
-        dtype: torch.dtype | None, parallel: Parallel = WHOLE,
+        dtype: torch.dtype | None, parallel: Parallel,
     ) -> None:  # fmt: skip
-        """Register the parameters of the norm. ``zero_centered_gamma``: the norm multiplies by 1 + weight."""
+        """Register the parameters of the norm. ``zero_centered_gamma``: the norm multiplies by 1 + weight.
+
+        Raises ValueError for an unknown norm.
+        """
+        one_of(f"{type(self).__name__}: normalization", normalization, NORMS)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         ones = nn.init.zeros_ if zero_centered_gamma else nn.init.ones_
         self.add_parameter("layer_norm_weight", (size,), ones, device, dtype)
@@ -57,7 +55,7 @@ class NormBase(QuantizedModule):
         weight, bias = self.local("layer_norm_weight"), self.local("layer_norm_bias")
         return normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
 
-    def returned(self, out: Tensor, bias: Tensor | None, normed: Tensor, parallel: Parallel = WHOLE) -> Any:
+    def returned(self, out: Tensor, bias: Tensor | None, normed: Tensor, parallel: Parallel) -> Any:
         """``out`` alone, or a tuple with the bias and the result of the norm if the options ask for them."""
         more = [cast_bias(bias, out)] if self.return_bias else []
         if self.return_layernorm_output_gathered and parallel.sequence:
@@ -67,40 +65,6 @@ class NormBase(QuantizedModule):
 
 
 class Norm(nn.Module):
-    """A norm as a module: ``weight`` (H,), or of the given shape, and for LayerNorm a ``bias`` like it. ``parallel``:
-    each rank normalizes its own heads; without it, a whole tensor or a part of the sequence."""
-
-    bias: nn.Parameter | None
-
-    def __init__(
-        self, size: int | Sequence[int], eps: float, normalization: str, zero_centered_gamma: bool, device: Any,
-        dtype: torch.dtype | None, parallel: Parallel = WHOLE,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.parallel = parallel
-        size = (size,) if isinstance(size, int) else tuple(size)
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
-        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        has_bias = normalization == "LayerNorm"
-        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if has_bias else None
-        self.reset_parameters()
-        ignore_keys(self, EXTRA_STATE)
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Let the norm multiply by one and add zero, in place: after ``to_empty()``, for example."""
-        self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
-        if self.bias is not None:
-            self.bias.zero_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) normalized, in its dtype."""
-        weight, bias = self.parallel.for_heads(self.weight), self.parallel.for_heads(self.bias)
-        assert weight is not None
-        return normalized(x, weight, bias, self.eps, self.normalization, self.zero_centered_gamma)
-
-
-class _Shaped(Norm):
     """``x`` (..., *normalized_shape) normalized over these dimensions, with TransformerEngine's arguments.
 
     ``zero_centered_gamma``: the norm multiplies by ``1 + weight``, which starts at zero. ``sequence_parallel``: the
@@ -109,7 +73,10 @@ class _Shaped(Norm):
     Raises ValueError for sizes below 1 and for two dtypes.
     """
 
+    bias: nn.Parameter | None
     kind = ""
+    parallel = WHOLE
+    """How ranks split the heads, each of which is normalized on its own."""
 
     @checked(eps=POSITIVE, device=optional(DEVICE), params_dtype=optional(DTYPE), dtype=optional(DTYPE))
     def __init__(
@@ -123,28 +90,51 @@ class _Shaped(Norm):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__()
         name = type(self).__name__
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
         check(name, "normalized_shape", shape, SIZES)
         if None not in (params_dtype, dtype):
             raise ValueError(f"{name}: params_dtype is {params_dtype} and dtype is {dtype}; pass only one of them")
-        super().__init__(shape, eps, self.kind, zero_centered_gamma, device, params_dtype or dtype)
         self.normalized_shape = tuple(shape)
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        like: dict[str, Any] = {"device": device, "dtype": params_dtype or dtype}
+        self.weight = nn.Parameter(torch.empty(self.normalized_shape, **like))
+        has_bias = self.kind == "LayerNorm"
+        self.bias = nn.Parameter(torch.empty(self.normalized_shape, **like)) if has_bias else None
+        self.reset_parameters()
+        ignore_keys(self, EXTRA_STATE)
         for parameter in () if sequence_parallel is None else self.parameters():
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Let the norm multiply by one and add zero, in place: after ``to_empty()``, for example."""
+        self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., *normalized_shape) normalized, in its dtype."""
+        weight, bias = self.parallel.for_heads(self.weight), self.parallel.for_heads(self.bias)
+        return normalized(x, weight, bias, self.eps, self.kind, self.zero_centered_gamma)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
-class LayerNorm(_Shaped):
-    __doc__ = _Shaped.__doc__
+class LayerNorm(Norm):
+    __doc__ = Norm.__doc__
     kind = "LayerNorm"
 
 
-class RMSNorm(_Shaped):
-    __doc__ = _Shaped.__doc__
+class RMSNorm(Norm):
+    __doc__ = Norm.__doc__
     kind = "RMSNorm"
+
+
+NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+"""By TransformerEngine's ``normalization``."""
 
 
 class L2Norm(nn.Module):
@@ -169,9 +159,11 @@ def normalized_heads(
     split. Raises ValueError for an unknown kind."""
     if kind is None:
         return None
-    if one_of(what, kind, ("L2Normalization", *NORMALIZATIONS)) == "L2Normalization":
+    if one_of(what, kind, ("L2Normalization", *NORMS)) == "L2Normalization":
         return L2Norm(eps)
-    return Norm(size, eps, kind, False, device, dtype, parallel)
+    norm = NORMS[kind](size, eps, params_dtype=dtype, device=device)
+    norm.parallel = parallel
+    return norm
 
 
 def normalized(

@@ -11,7 +11,6 @@ the parameter's shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,15 +35,6 @@ Wgrad = Callable[[torch.dtype], Tensor]
 """Computes the weight gradient in the given dtype."""
 
 
-@dataclass(frozen=True)
-class _CachedWeight:
-    """The operands of a weight for several microbatches, with the recipe and the versions they were made from."""
-
-    operands: CachedOperands
-    linear_recipe: LinearRecipe
-    versions: tuple[tuple[int, int, int], ...]
-
-
 class ProductState:
     """The state of one product of a module."""
 
@@ -52,7 +42,8 @@ class ProductState:
         self.delayed: DelayedState | None = None
         self.loaded: dict[str, Tensor] | None = None
         """A delayed state from a checkpoint, until the first forward pass shows which recipe it belongs to."""
-        self._cached_weight: _CachedWeight | None = None
+        self._cached_weight: tuple[Any, CachedOperands] | None = None
+        """The operands of the weight for several microbatches, and what they were made from."""
         self._pending: list[Callable[[], None]] = []
 
     # ---------------------------------------------------------------------------------------- delayed scaling
@@ -74,16 +65,7 @@ class ProductState:
                 state.load_state_dict(self.loaded)
             self.delayed, self.loaded = state, None
         elif self.delayed.amax.device != device:
-            self.move(device)
-
-    def move(self, device: torch.device) -> None:
-        """Move the delayed state to ``device``."""
-        if self.delayed is not None:
             self.delayed = self.delayed.to(device)
-
-    def scales(self, group: Any) -> Scales | None:
-        """The scales of this forward pass, which is one step of the history; None without delayed scaling."""
-        return None if self.delayed is None else self.delayed.step(group)
 
     # ---------------------------------------------------------------------------------------- cached operands
 
@@ -100,18 +82,13 @@ class ProductState:
             return None
         # Identity, version and memory of each parameter. Every in-place write, such as an optimizer step, changes the
         # version; parameter.data = values changes the memory.
-        versions = tuple((id(shard), version(shard), local_of(shard).data_ptr()) for shard in map(owner, shards))
-        cached = self._cached_weight
-        if (
-            first
-            or cached is None
-            or cached.linear_recipe.weight != linear_recipe.weight
-            or cached.versions != versions
-        ):
+        parameters = [owner(shard) for shard in shards]
+        versions = [(id(p), version(p), local_of(p).data_ptr()) for p in parameters]
+        made_from = linear_recipe.weight, versions
+        if first or self._cached_weight is None or self._cached_weight[0] != made_from:
             with torch.inference_mode(False):
-                cached = _CachedWeight(weight_copies(weight, linear_recipe, scales), linear_recipe, versions)
-                self._cached_weight = cached
-        return cached.operands
+                self._cached_weight = made_from, weight_copies(weight, linear_recipe, scales)
+        return self._cached_weight[1]
 
     # ---------------------------------------------------------------------------------------- weight gradients
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -42,7 +43,7 @@ from ..numerics.operand import Operand, Rotated
 from ..numerics.reference import SOURCE_DTYPES, check_source, tensor_amax
 from ..recipe import Recipe
 from ..recipe.block_scaling import RANDOM_SIGNS
-from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe, TensorCasts
+from ..recipe.linear_recipe import HIGH_PRECISION, LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from ..tensor.rotated import RotatedTensor
 from ..tensor.stored import rotated_shape
@@ -84,6 +85,7 @@ MEMBERS = Kind(
 )
 CAST = instance(Cast, "a Cast, such as Cast.of('mxfp8')")
 FP8 = (DType.kFloat8E4M3, DType.kFloat8E5M2)
+POW2: dict[str, Callable[[Any], Any]] = {"force_pow_2_scales": lambda q: q.cast.format.scale.significant_bits == 1}
 GROUP = optional(Kind("a process group of torch.distributed", lambda given: "ProcessGroup" in type(given).__name__))
 
 
@@ -101,6 +103,8 @@ class Quantizer:
     """The default device of ``make_empty``."""
     internal = False
     """TransformerEngine's option, without effect: a result is always an MXTensor."""
+    shown: ClassVar[dict[str, Callable[[Any], Any]]] = {"fp8_dtype": lambda q: q.dtype}
+    """Argument -> its value as ``repr`` shows it; None is not shown."""
     optimize_for_gemm = False
     """The same: scales are stored as products read them."""
 
@@ -139,7 +143,7 @@ class Quantizer:
         check(type(self).__name__, "dtype", dtype, optional(FLOAT_DTYPE))
         if x.requires_grad and torch.is_grad_enabled():
             return _StraightThrough.apply(x, self, dtype)  # type: ignore[no-any-return]
-        return self._made(x, dtype)
+        return self._made(x, self._wanted(x), dtype or x.dtype)
 
     def update_quantized(self, src: Tensor, dst: MXTensor, *, noop_flag: Tensor | None = None) -> MXTensor:
         """Quantize ``src`` in place into every copy of ``dst``; returns ``dst``.
@@ -163,11 +167,9 @@ class Quantizer:
             self.signs is not None and dst._columnwise is not None
         ):
             raise ValueError(f"{self!r} and the columnwise copy of out are rotated differently; use make_empty()")
-        x = _plain(src)
-        row, column = (None, None) if isinstance(dst, RotatedTensor) else self._operands(x, dst.copies)
-        rotated = None if rotated_copy is None else quantize_rotated(x, self.cast, rotated_copy.signs)
+        wanted = dst.copies if rotated_copy is None else dst.copies | Orientation.COLUMNWISE
         with torch.no_grad():
-            dst.copy_(_tensor(row, column, rotated, dst.recipe, dst.dtype, tuple(dst.shape)))
+            dst.copy_(self._made(src, wanted, dst.dtype, dst.recipe))
         return dst
 
     def make_empty(
@@ -189,23 +191,23 @@ class Quantizer:
         x = torch.empty(tuple(shape), dtype=dtype, device="meta")
         empty = partial(Operand.empty, self.cast.format, device=device if device is not None else self.device)
         wanted, size = self._wanted(x), tuple(x.shape)
-        row = empty(size) if Orientation.ROWWISE in wanted else None
-        column = empty(swapped(size)) if Orientation.COLUMNWISE in wanted and self.signs is None else None
-        is_rotated = self.signs is not None and Orientation.COLUMNWISE in wanted
-        rotated = Rotated(empty(rotated_shape(size)), self.signs) if is_rotated else None  # type: ignore[arg-type]
+        row, column, rotated = empty(size) if Orientation.ROWWISE in wanted else None, None, None
+        if Orientation.COLUMNWISE in wanted and self.signs is None:
+            column = empty(swapped(size))
+        elif Orientation.COLUMNWISE in wanted:
+            rotated = Rotated(empty(rotated_shape(size)), self.signs)  # type: ignore[arg-type]
         out = _tensor(row, column, rotated, self.recipe, dtype, size)
         if pin_memory and torch.accelerator.is_available():
             out = out.pin_memory()  # type: ignore[assignment]
         return out.requires_grad_(bool(requires_grad))  # type: ignore[return-value]
 
-    def _made(self, x: Tensor, dtype: torch.dtype | None = None) -> MXTensor:
-        x = _plain(x)
-        wanted = self._wanted(x)
-        rotated = None
+    def _made(self, x: Tensor, wanted: Orientation, dtype: torch.dtype, recipe: LinearRecipe | None = None) -> MXTensor:
+        """``x`` quantized to the ``wanted`` copies, without a gradient."""
+        x = (x.dequantize() if isinstance(x, MXTensor) else x).detach()
+        rotates = self.signs is not None and Orientation.COLUMNWISE in wanted
         row, column = self._operands(x, wanted)
-        if self.signs is not None and Orientation.COLUMNWISE in wanted:
-            rotated = quantize_rotated(x, self.cast, self.signs)
-        return _tensor(row, column, rotated, self.recipe, dtype or x.dtype, tuple(x.shape))
+        rotated = quantize_rotated(x, self.cast, self.signs) if rotates else None  # type: ignore[arg-type]
+        return _tensor(row, column, rotated, recipe or self.recipe, dtype, tuple(x.shape))
 
     def _wanted(self, x: Tensor) -> Orientation:
         """The copies to make of ``x``."""
@@ -269,22 +271,18 @@ class Quantizer:
         """A quantizer with the same settings; a Float8Quantizer shares the tensors ``scale`` and ``amax``."""
         return copy.copy(self)
 
-    def _arguments(self) -> dict[str, Any]:
-        """The settings that ``repr`` shows before the usages."""
-        return {"fp8_dtype": self.dtype}
-
     def __repr__(self) -> str:
-        shown = self._arguments() | {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        shown = {name: value for name, get in self.shown.items() if (value := get(self)) is not None}
+        shown |= {"rowwise": self.rowwise, "columnwise": self.columnwise}
         plain = Cast(self.cast.format)
         for name in ("scaling", "rounding", "seed", "amax_epsilon", "four_over_six"):
             if getattr(self.cast, name) != getattr(plain, name) and f"stochastic_{name}" not in shown:
                 shown[name] = getattr(self.cast, name)
-        text = (f"{name}={value.name if isinstance(value, DType) else _word(value)}" for name, value in shown.items())
-        return f"{type(self).__name__}({', '.join(text)})"
-
-
-def _word(value: Any) -> str:
-    return repr(value.value if isinstance(value, Enum) else value)
+        words = {
+            name: value.name if isinstance(value, DType) else repr(value.value if isinstance(value, Enum) else value)
+            for name, value in shown.items()
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={word}' for name, word in words.items())})"
 
 
 def _tensor(
@@ -296,15 +294,11 @@ def _tensor(
     return MXTensor(row, column, recipe, dtype, size, checked=True, rotated=rotated)
 
 
-def _plain(x: Tensor) -> Tensor:
-    return (x.dequantize() if isinstance(x, MXTensor) else x).detach()
-
-
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer, dtype: torch.dtype | None) -> MXTensor:
         ctx.dtype = x.dtype
-        return quantizer._made(x, dtype)
+        return quantizer._made(x, quantizer._wanted(x), dtype or x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -327,6 +321,8 @@ def check_no_reduction(name: str, with_amax_reduction: bool, group: Any) -> None
 class MXQuantizer(Quantizer):
     """Any format of this package: ``MXQuantizer("mxfp6_e2m3")``. Arguments as in :func:`mxtensor.quantize`."""
 
+    shown: ClassVar[dict[str, Callable[[Any], Any]]] = {"format": lambda q: q.cast.format.name}
+
     @checked()
     def __init__(
         self,
@@ -340,14 +336,12 @@ class MXQuantizer(Quantizer):
     ) -> None:
         super().__init__(Cast.of(format, scaling, rounding, seed), rowwise, columnwise)
 
-    def _arguments(self) -> dict[str, Any]:
-        return {"format": self.cast.format.name}
-
 
 class MXFP8Quantizer(Quantizer):
     """MXFP8: 32 values share a power-of-two scale (RCEIL). ``with_2d_quantization``: a 32x32 tile shares one."""
 
     formats = tuple(FORMATS[f"mxfp8_{e}"].with_block(block) for e in ("e4m3", "e5m2") for block in (32, (32, 32)))
+    shown = Quantizer.shown | {"with_2d_quantization": lambda q: q.cast.format.square or None}
 
     @checked()
     def __init__(
@@ -360,9 +354,6 @@ class MXFP8Quantizer(Quantizer):
     ) -> None:
         row = FORMATS[f"mxfp8_{DType.of(fp8_dtype, FP8).value}"]
         super().__init__(Cast(row.with_block((32, 32)) if with_2d_quantization else row), rowwise, columnwise)
-
-    def _arguments(self) -> dict[str, Any]:
-        return super()._arguments() | ({"with_2d_quantization": True} if self.cast.format.square else {})
 
 
 class NVFP4Quantizer(Quantizer):
@@ -380,6 +371,14 @@ class NVFP4Quantizer(Quantizer):
 
     formats = tuple(FORMATS["nvfp4"].with_block(block) for block in (16, (16, 16)))
     fp4_dtype = Quantizer.dtype
+    shown: ClassVar[dict[str, Callable[[Any], Any]]] = {
+        "fp4_dtype": lambda q: q.dtype,
+        "with_rht": lambda q: q.signs is not None,
+        "with_2d_quantization": lambda q: q.cast.format.square,
+        "stochastic_rounding": lambda q: q.cast.rounding is Rounding.STOCHASTIC,
+        "signs": lambda q: None if q.signs == RANDOM_SIGNS else q.signs,
+        "row_scaled_nvfp4": lambda q: q.cast.format.row_scaled or None,
+    }
 
     @checked()
     def __init__(
@@ -432,14 +431,6 @@ class NVFP4Quantizer(Quantizer):
         cast = Cast(row, rounding=rounding, four_over_six=four)
         super().__init__(cast, rowwise, columnwise, signs if with_rht else None)
 
-    def _arguments(self) -> dict[str, Any]:
-        stochastic = self.cast.rounding is Rounding.STOCHASTIC
-        options = {"with_rht": self.signs is not None, "with_2d_quantization": self.cast.format.square}
-        signs: dict[str, Any] = {} if self.signs in (None, RANDOM_SIGNS) else {"signs": self.signs}
-        if self.cast.format.row_scaled:
-            signs["row_scaled_nvfp4"] = True
-        return {"fp4_dtype": self.dtype} | options | {"stochastic_rounding": stochastic} | signs
-
 
 class Float8CurrentScalingQuantizer(Quantizer):
     """Float8 with one float32 scale per tensor, from its own amax. ``force_pow_2_scales``: powers of two only.
@@ -448,6 +439,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     """
 
     formats = tuple(FORMATS[f"float8_{e}_tensor{s}"] for e in ("e4m3", "e5m2") for s in ("", "_pow2"))
+    shown = Quantizer.shown | POW2
 
     @checked(amax_epsilon=EPSILON)
     def __init__(
@@ -473,9 +465,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
         super().__init__(Cast(row, amax_epsilon=amax_epsilon or 0), rowwise, columnwise)
         self.device = None if device is None else torch.device(device)
 
-    def _arguments(self) -> dict[str, Any]:
-        return super()._arguments() | {"force_pow_2_scales": self.cast.format.scale.significant_bits == 1}
-
 
 class Float8BlockQuantizer(Quantizer):
     """Float8 with a float32 scale per 128x128 tile (``block_scaling_dim=2``) or per 128 values of a row (1).
@@ -486,6 +475,7 @@ class Float8BlockQuantizer(Quantizer):
     formats = tuple(
         FORMATS[f"float8_{e}_{b}{s}"] for e in ("e4m3", "e5m2") for b in ("1x128", "128x128") for s in ("", "_pow2")
     )
+    shown = Quantizer.shown | POW2 | {"block_scaling_dim": lambda q: 2 if q.cast.format.square else 1}
 
     @checked(amax_epsilon=EPSILON)
     def __init__(
@@ -504,12 +494,6 @@ class Float8BlockQuantizer(Quantizer):
         row = FORMATS[f"float8_{DType.of(fp8_dtype, FP8).value}_{block}{'_pow2' if force_pow_2_scales else ''}"]
         super().__init__(Cast(row, amax_epsilon=amax_epsilon or 0), rowwise, columnwise)
 
-    def _arguments(self) -> dict[str, Any]:
-        return super()._arguments() | {
-            "force_pow_2_scales": self.cast.format.scale.significant_bits == 1,
-            "block_scaling_dim": 2 if self.cast.format.square else 1,
-        }
-
 
 # ---------------------------------------------------------------------------------------------- delayed scaling
 
@@ -523,6 +507,7 @@ class Float8Quantizer(Quantizer):
 
     scale: Tensor
     amax: Tensor
+    shown = {"scale": lambda q: q.scale.tolist(), "amax": lambda q: q.amax.tolist()} | Quantizer.shown
 
     @checked()
     def __init__(
@@ -562,9 +547,6 @@ class Float8Quantizer(Quantizer):
         operand = cast_pair(scaled, self.cast, Form.CODES, None, torch.bfloat16, full)[0]
         assert isinstance(operand, Operand)
         return replace(operand, scale=self.scale.reciprocal().expand_as(operand.scale).clone())
-
-    def _arguments(self) -> dict[str, Any]:
-        return {"scale": self.scale.tolist(), "amax": self.amax.tolist()} | super()._arguments()
 
 
 class _LayerQuantizer(Float8Quantizer):
@@ -613,22 +595,16 @@ def quantizers_of(
     linear_recipe, device = recipe if isinstance(recipe, LinearRecipe) else recipe.linear_recipe(), torch.device(device)
     if linear_recipe.delayed is not None and state is None:
         state = DelayedState(linear_recipe, device)
-    made = [
-        _of_casts(casts, index, state, device)
-        for index, casts in enumerate((linear_recipe.input, linear_recipe.weight, linear_recipe.grad))
-    ]
+    made: list[Quantizer | None] = []
+    for index, casts in enumerate((linear_recipe.input, linear_recipe.weight, linear_recipe.grad)):
+        cast = casts.rowwise or casts.columnwise
+        copies = casts.rowwise is not None, casts.columnwise is not None and casts.columnwise == cast
+        if cast is None:
+            made.append(None)
+        elif state is not None:
+            made.append(_LayerQuantizer(cast, state, index, *copies))
+        else:
+            kind = NVFP4Quantizer if cast.format.row_scaled else QUANTIZER_OF.get(cast.format, MXQuantizer)
+            made.append(kind.of(cast, *copies, casts.signs))
+            made[-1].device = device  # type: ignore[union-attr]
     return {"scaling_fwd": made[:2], "scaling_bwd": made[2:]}
-
-
-def _of_casts(casts: TensorCasts, index: int, state: DelayedState | None, device: torch.device) -> Quantizer | None:
-    rowwise = casts.rowwise is not None
-    columnwise = casts.columnwise is not None and casts.columnwise == (casts.rowwise or casts.columnwise)
-    cast = casts.rowwise or casts.columnwise
-    if cast is None:
-        return None
-    if state is not None:
-        return _LayerQuantizer(cast, state, index, rowwise, columnwise)
-    kind = NVFP4Quantizer if cast.format.row_scaled else QUANTIZER_OF.get(cast.format, MXQuantizer)
-    made = kind.of(cast, rowwise, columnwise, casts.signs)
-    made.device = device
-    return made

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,15 +34,6 @@ from .arguments import one_of
 MODES = ("column", "row")
 Init = Callable[[Tensor], Any]
 """Fills a tensor in place."""
-Tracker = Callable[[], AbstractContextManager[Any]]
-"""Makes a context in which a rank draws random numbers of its own."""
-
-
-def tracker_of(get_rng_state_tracker: Callable[..., Any] | None, name: str | None = None) -> Tracker | None:
-    """TransformerEngine's argument as a Tracker."""
-    if get_rng_state_tracker is None:
-        return None
-    return lambda: get_rng_state_tracker().fork(*(() if name is None else (name,)))
 
 
 def meshes_of(group: Any) -> dict[str, Any]:
@@ -51,15 +43,35 @@ def meshes_of(group: Any) -> dict[str, Any]:
     return {kind: DeviceMesh.from_group(group, kind) for kind in kinds}
 
 
-class Parallel:
-    """How the ranks of a group split one weight; without a mode, or on one rank, not at all."""
+def moved(t: Tensor, mesh: Any, before: Any, after: Any, of_gradient: Any) -> Tensor:
+    """The local tensor after a redistribution of a DTensor. The gradient, as ``of_gradient`` places it, is
+    redistributed back."""
+    from torch.distributed.tensor import DTensor
 
-    def __init__(self, owner: str, group: Any, size: int, mode: str | None, sequence: bool) -> None:
+    whole = DTensor.from_local(t if before == after else t.contiguous(), mesh, [before], run_check=False)
+    if before != after:
+        whole = whole.redistribute(placements=[after])
+    return whole.to_local(grad_placements=[of_gradient])
+
+
+class Parallel:
+    """How the ranks of a group split one weight; without a mode, or on one rank, not at all.
+
+    ``get_rng_state_tracker``: TransformerEngine's argument, whose ``fork`` (of ``rng_tracker_name``) makes a context in
+    which a rank draws random numbers of its own.
+    """
+
+    def __init__(
+        self, owner: str, group: Any, size: int, mode: str | None, sequence: bool,
+        get_rng_state_tracker: Callable[..., Any] | None = None, rng_tracker_name: str | None = None,
+    ) -> None:  # fmt: skip
         check(owner, "tp_size", size, COUNT)
         check(owner, "sequence_parallel", sequence, FLAG)
         if mode is not None:
             one_of(f"{owner}: parallel_mode", mode, MODES)
         self.owner, self.size = owner, size
+        self.get_tracker = get_rng_state_tracker
+        self.tracker_name = () if rng_tracker_name is None else (rng_tracker_name,)
         self.group: Any = None
         self.meshes: dict[str, Any] = {}
         """Type of device -> the group as a DeviceMesh."""
@@ -116,32 +128,27 @@ class Parallel:
         """The input of a product: for ``column`` the whole input, whose gradient is summed over the ranks."""
         if self.mode != "column":
             return x
-        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+        from torch.distributed.tensor import Partial, Replicate, Shard
 
-        placement = Shard(0) if self.sequence else Replicate()
-        whole = DTensor.from_local(x, self.mesh_of(x.device), [placement], run_check=False)
-        if self.sequence:
-            whole = whole.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()])
+        return moved(x, self.mesh_of(x.device), Shard(0) if self.sequence else Replicate(), Replicate(), Partial())
 
     def out_of(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """The result of a product without its bias: for ``row`` the sum over the ranks, then the bias."""
         if self.mode != "row":
             return y
-        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+        from torch.distributed.tensor import Partial, Replicate, Shard
 
-        summed = DTensor.from_local(y, self.mesh_of(y.device), [Partial()], run_check=False)
-        y = summed.redistribute(placements=[Shard(0) if self.sequence else Replicate()]).to_local()
+        after = Shard(0) if self.sequence else Replicate()
+        y = moved(y, self.mesh_of(y.device), Partial(), after, after)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def for_heads(self, parameter: Tensor | None) -> Tensor | None:
+    def for_heads(self, parameter: Any) -> Any:
         """A parameter that each rank has whole and applies to its heads only; the gradient is summed over the ranks."""
         if self.mode != "column" or parameter is None:
             return parameter
-        from torch.distributed.tensor import DTensor, Partial, Replicate
+        from torch.distributed.tensor import Partial, Replicate
 
-        whole = DTensor.from_local(parameter, self.mesh_of(parameter.device), [Replicate()], run_check=False)
-        return whole.to_local(grad_placements=[Partial()])
+        return moved(parameter, self.mesh_of(parameter.device), Replicate(), Replicate(), Partial())
 
     # ---------------------------------------------------------------------------------------- parameters
 
@@ -150,26 +157,31 @@ class Parallel:
         dim = {"column": 0, "row": 1}.get(self.mode or "")
         return tuple(n // self.size if i == dim else n for i, n in enumerate(whole))
 
-    def initialize(self, init: Init, pieces: Sequence[int], tracker: Tracker | None) -> Init:
-        """``init`` for the part of a parameter.
+    def draws(self) -> AbstractContextManager[Any]:
+        """The context in which this rank draws random numbers of its own, if there is a tracker."""
+        return nullcontext() if self.get_tracker is None else self.get_tracker().fork(*self.tracker_name)
+
+    def initialize(self, init: Init, pieces: Sequence[int], is_weight: bool) -> Init:
+        """``init`` for the part of a weight or of a bias.
 
         The whole parameter is initialized and cut, so that ranks with one seed have the parts of one layer. ``pieces``:
-        the rows that ``column`` splits one by one, such as those of gate and up. With ``tracker``, which gives each
-        rank other random numbers, the part itself is initialized, as in TransformerEngine.
+        the rows that ``column`` splits one by one, such as those of gate and up. With a tracker, which gives each rank
+        other random numbers, the part of a weight itself is initialized, as in TransformerEngine.
         """
-        if tracker is None and self.mode is None:
+        own = is_weight and self.get_tracker is not None
+        if self.mode is None and not own:
             return init
 
         def fill(values: Tensor) -> None:
-            with nullcontext() if tracker is None else tracker():
-                if tracker is not None or (self.mode == "row" and values.dim() == 1):
+            if own or (self.mode == "row" and values.dim() == 1):
+                with self.draws() if own else nullcontext():
                     init(values)
-                    return
-                dim = 0 if self.mode == "column" else 1
-                whole = values.new_empty([n * self.size if i == dim else n for i, n in enumerate(values.shape)])
-                init(whole)
-                each = whole.split(list(pieces)) if dim == 0 else (whole,)
-                values.copy_(torch.cat([piece.chunk(self.size, dim)[self.rank] for piece in each], dim))
+                return
+            dim = 0 if self.mode == "column" else 1
+            whole = values.new_empty([n * self.size if i == dim else n for i, n in enumerate(values.shape)])
+            init(whole)
+            each = whole.split(list(pieces)) if dim == 0 else (whole,)
+            values.copy_(torch.cat([piece.chunk(self.size, dim)[self.rank] for piece in each], dim))
 
         return fill
 
@@ -196,12 +208,23 @@ WHOLE = Parallel("", None, 1, None, False)
 """A weight that is not split."""
 
 
-def set_group_of_modules(module: nn.Module, group: Any) -> None:
-    """Give all modules inside that were made for several ranks their process group."""
-    for inner in module.modules():
-        for value in vars(inner).values():
-            if isinstance(value, Parallel) and value.mode is not None:
-                value.set_group(group)
+class SplitModule(nn.Module):
+    """A module whose weights the ranks of ``tp_group`` may split."""
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The process group of modules that were made with ``tp_size`` and without ``tp_group``.
+
+        Raises TypeError for another object, ValueError for a group of another size.
+        """
+        for inner in self.modules():
+            for value in vars(inner).values():
+                if isinstance(value, Parallel) and value.mode is not None:
+                    value.set_group(tp_group)
+
+    def split_by_style(self, style: Any, mode: str, mesh: Any) -> Any:
+        """Called by the styles of ``mx.parallel``: raises NotImplementedError for a module of several products."""
+        arguments = ARGUMENTS[mode] if hasattr(self, "parallel") else "set_parallel_mode=True"
+        refuse(style, self, "it has several weights, and a style is for one", arguments)
 
 
 # ---------------------------------------------------------------------------------------------- styles of mx.parallel
@@ -210,11 +233,11 @@ def set_group_of_modules(module: nn.Module, group: Any) -> None:
 ARGUMENTS = {"column": "parallel_mode='column'", "row": "parallel_mode='row'"}
 
 
-def refuse(style: Any, module: nn.Module, label: str, why: str, arguments: str = "set_parallel_mode=True") -> None:
+def refuse(style: Any, module: nn.Module, why: str, arguments: str) -> None:
     """Raise NotImplementedError for a module that ``style`` cannot split, with the arguments that split it."""
     raise NotImplementedError(
-        f"{type(style).__name__} cannot split {label}: {why}; make {type(module).__name__} with {arguments}, "
-        "tp_group=mesh.get_group()"
+        f"{type(style).__name__} cannot split {getattr(module, 'label', type(module).__name__)}: {why}; make "
+        f"{type(module).__name__} with {arguments}, tp_group=mesh.get_group()"
     )
 
 
@@ -236,11 +259,11 @@ def check_splittable(module: Any, style: Any, mode: str, layouts: tuple[Any, Any
             "use te.Linear, or ColwiseParallel"
         )
     if module.fuse_wgrad_accumulation or module.delay_wgrad_compute:
-        refuse(style, module, label, "it accumulates weight gradients itself, and not into shards", way_out)
+        refuse(style, module, "it accumulates weight gradients itself, and not into shards", way_out)
     if module.return_bias or getattr(module, "return_layernorm_output", False):
-        refuse(style, module, label, "it returns more than its result, which has no layout", way_out)
+        refuse(style, module, "it returns more than its result, which has no layout", way_out)
     if any(type(p) is not nn.Parameter for p in module.parameters()):
-        refuse(style, module, label, "its weights are quantized, or sharded already", way_out)
+        refuse(style, module, "its weights are quantized, or sharded already", way_out)
     if mode == "column" and len(module.weight_names) > 1 and layouts[1] != Shard(-1):
         raise ValueError(
             f"{name}: {label} has parameters_split, whose parts come in another order on ranks: output_layouts is "
@@ -276,62 +299,42 @@ def split_by_style(module: Any, style: Any, mode: str, mesh: Any) -> Any:
         module._grad_placements[name] = [Partial() if whole else placement]
     module.parallel = parallel
     dim = tokens.dim if sequence else None
-    module.register_forward_pre_hook(_Given(mesh, mode, layouts[0], dim), with_kwargs=True)
-    module.register_forward_hook(_Returned(mesh, mode, layouts[1], dim, style.use_local_output))
+    module.register_forward_pre_hook(partial(_given, mesh, mode, layouts[0], dim), with_kwargs=True)
+    module.register_forward_hook(partial(_returned, mesh, mode, layouts[1], dim, style.use_local_output))
     return module
 
 
-def _with_tokens_first(x: Tensor, dim: int | None) -> Tensor:
-    """The dimension of tokens that ranks share as dim 0, for which the modules gather and scatter."""
-    if dim is not None and dim >= x.dim() - 1:
+def _given(
+    mesh: Any, mode: str, layout: Any, dim: int | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Before a forward pass: the input, in the layout of the style, as the local tensor that the module takes. The
+    dimension of tokens that ranks share, ``dim``, becomes dim 0, along which the modules gather and scatter."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    rest = dict(kwargs)
+    x, others = (args[0], args[1:]) if args else (rest.pop("inp"), ())
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [layout], run_check=False)
+    wanted = Shard(x.dim() - 1) if mode == "row" else Replicate() if dim is None else layout
+    x = (x if x.placements == (wanted,) else x.redistribute(placements=[wanted])).to_local()
+    if dim is None:
+        return (x, *others), rest
+    if dim >= x.dim() - 1:
         raise ValueError(f"Shard({dim}) of an input {tuple(x.shape)} is not a dimension of tokens; use Shard(-1)")
-    return x if dim is None else x.movedim(dim, 0)
+    return (x.movedim(dim, 0), *others), rest
 
 
-class _Given:
-    """Before a forward pass: the input, in the layout of the style, as the local tensor that the module takes."""
-
-    def __init__(self, mesh: Any, mode: str, layout: Any, dim: int | None) -> None:
-        self.mesh, self.mode, self.layout, self.dim = mesh, mode, layout, dim
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        rest = dict(kwargs)
-        x, others = (args[0], args[1:]) if args else (rest.pop("inp"), ())
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, self.mesh, [self.layout], run_check=False)
-        if self.mode == "row":
-            x = x.redistribute(placements=[Shard(x.dim() - 1)])
-        elif self.dim is None:
-            x = x.redistribute(placements=[Replicate()])
-        elif x.placements != (self.layout,):
-            x = x.redistribute(placements=[self.layout])
-        return (_with_tokens_first(x.to_local(), self.dim), *others), rest
-
-
-class _Returned:
+def _returned(
+    mesh: Any, mode: str, layout: Any, dim: int | None, to_local: bool, module: nn.Module, args: Any, y: Tensor
+) -> Tensor:
     """After a forward pass: the result in the layout of the style."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    def __init__(self, mesh: Any, mode: str, layout: Any, dim: int | None, local: bool) -> None:
-        self.mesh, self.mode, self.layout, self.dim, self.local = mesh, mode, layout, dim, local
-
-    def __call__(self, module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        y = y if self.dim is None else y.movedim(0, self.dim)
-        here: Any = Replicate() if self.dim is None else Shard(self.dim)
-        here = Shard(y.dim() - 1) if self.mode == "column" else here
-        out = DTensor.from_local(y, self.mesh, [here], run_check=False)
-        wanted = Shard(y.dim() - 1) if self.layout == Shard(-1) else self.layout
-        if out.placements != (wanted,):
-            out = out.redistribute(placements=[wanted])
-        return out.to_local() if self.local else out
-
-
-def local_part(parameter: Any, grad_placements: Any, stands_for: str) -> Tensor:
-    """The part of this rank of a parameter that a style has split; it stands for the parameter."""
-    part: Tensor = parameter.to_local(grad_placements=grad_placements)
-    if not torch.compiler.is_dynamo_compiling():
-        setattr(part, stands_for, parameter)
-    return part
+    y = y if dim is None else y.movedim(0, dim)
+    here: Any = Replicate() if dim is None else Shard(dim)
+    here = Shard(y.dim() - 1) if mode == "column" else here
+    out = DTensor.from_local(y, mesh, [here], run_check=False)
+    wanted = Shard(y.dim() - 1) if layout == Shard(-1) else layout
+    if out.placements != (wanted,):
+        out = out.redistribute(placements=[wanted])
+    return out.to_local() if to_local else out

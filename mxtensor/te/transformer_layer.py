@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ..core.arguments import COUNT, POSITIVE, SHARE, TEXT, check, checked, instance, optional
 from .arguments import one_of, refuse_others
 from .attention_masks import PaddingMask, Window
+from .context_parallel import SequenceSplit
 from .dot_product_attention import MASK, WINDOW
 from .layernorm_mlp import LayerNormMLP
-from .multihead_attention import Composite, MultiheadAttention, check_sequences
-from .norm import Norm
-from .tensor_parallel import Init, Parallel
+from .multihead_attention import MultiheadAttention, check_sequences
+from .norm import NORMS
+from .tensor_parallel import Init, Parallel, SplitModule
 
 LAYER_TYPES = ("encoder", "decoder")
 OF_TP_COMM_OVERLAP = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
@@ -27,7 +28,7 @@ LAYER = instance(
 )
 
 
-class TransformerLayer(Composite):
+class TransformerLayer(SplitModule, SequenceSplit):
     """(s, b, hidden_size) -> the same, for ``bshd`` (b, s, hidden_size); a norm precedes each block.
 
     The blocks have TransformerEngine's names: ``self_attention``, for ``decoder`` ``inter_attention``, then
@@ -147,8 +148,8 @@ class TransformerLayer(Composite):
             activation_params=activation_params, name=f"{title}.layernorm_mlp", **common,
         )  # fmt: skip
         if output_layernorm:
-            self.layernorm = Norm(
-                hidden_size, layernorm_epsilon, normalization, zero_centered_gamma, device, params_dtype
+            self.layernorm = NORMS[normalization](
+                hidden_size, layernorm_epsilon, None, params_dtype, zero_centered_gamma, device=device
             )
             split = Parallel(title, tp_group, tp_size, "row" if set_parallel_mode else None, sequence_parallel)
             split.mark_whole(*self.layernorm.parameters())

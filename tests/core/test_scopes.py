@@ -17,7 +17,7 @@ from mxtensor.core.dispatch import is_strict
 from mxtensor.core.explain import LOGS
 from mxtensor.core.scopes import Scopes
 from mxtensor.core.select import forced_kernel, is_observed
-from mxtensor.te.contexts import init_recipe
+from mxtensor.te.contexts import model_init
 from mxtensor.training.autocast import autocast_state
 
 RECIPES = [mx.recipe.MXFP8BlockScaling(), mx.recipe.Float8CurrentScaling(), mx.recipe.MXFP4BlockScaling()]
@@ -51,7 +51,7 @@ CONTEXTS = {
     ),
     "model_init": (
         entered(lambda i: te.quantized_model_init(recipe=RECIPES[i])),
-        lambda i: (init_recipe(), RECIPES[i].linear_recipe()),
+        lambda i: (model_init().linear_recipe, RECIPES[i].linear_recipe()),
     ),
 }
 OUTSIDE = {
@@ -59,7 +59,7 @@ OUTSIDE = {
     "explain": lambda: LOGS.get() is None,
     "kernels": lambda: forced_kernel() is None and not is_observed(),
     "autocast": lambda: autocast_state() is None and not torch.overrides._get_current_function_mode_stack(),
-    "model_init": lambda: init_recipe() is None,
+    "model_init": lambda: model_init().linear_recipe is None,
 }
 
 

@@ -252,10 +252,10 @@ def spied(monkeypatch):
     """(input, weight, bias, output) of every product, with their gradients."""
     seen, product = [], QuantizedModule.product
 
-    def spy(self, index, x, components, bias, active, first):
+    def spy(self, index, x, components, bias, now):
         x = x.view_as(x)  # its gradient comes from this product only
         x.retain_grad()
-        out = product(self, index, x, components, bias, active, first)
+        out = product(self, index, x, components, bias, now)
         out.retain_grad()
         seen.append((x, components[0], bias, out))
         return out
