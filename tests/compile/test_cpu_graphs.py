@@ -67,6 +67,7 @@ def x_like(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape).to(dtype)
 
 
+@pytest.mark.exhaustive(quick=2)
 @pytest.mark.parametrize("config", ["mxfp4-weight-only", "mxint8", "nvfp4-weight-only"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_runs_have_the_results_of_the_generated_code(config, rows):
@@ -115,6 +116,7 @@ def test_products_that_were_recorded_with_such_values_read_later_ones():
         assert f.graph.runs and torch.equal(got, f.by_code(x))
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32])
 def test_attention_is_made_again_with_another_mask(queries, dtype):
@@ -419,6 +421,7 @@ def test_random_numbers_are_drawn_again():
     assert not any(torch.equal(a, b) for a, b in pairwise(drawn))
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("name", ["sizes", "numbers"])
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
 def test_what_depends_on_values_is_refused_and_runs_as_it_is(name):

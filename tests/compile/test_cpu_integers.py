@@ -73,6 +73,7 @@ def equal(one, other):
     return type(one) is type(other) and one == other
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("function", [only_counted, returned, in_arithmetic])
 def test_recordings_stay_in_use_while_integers_change(function):
     want, _ = steps(function, 12)
@@ -82,6 +83,7 @@ def test_recordings_stay_in_use_while_integers_change(function):
     assert graphs[-1].runs >= 5 and graphs[-1].recordings <= 3
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("function", [with_a_dtype_of_its_own, as_a_size])
 def test_integers_with_other_uses_stay_arguments(function):
     want, _ = steps(function, 6)

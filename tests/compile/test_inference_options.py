@@ -215,6 +215,7 @@ def copies(f, *inputs):
     return torch.compile(f, fullgraph=True, options=options)(*inputs), found
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_weight_computed_in_a_graph_is_written_before_a_nested_region_reads_it(deep):

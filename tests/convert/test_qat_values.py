@@ -107,6 +107,7 @@ def test_equal_inside_torch_autocast(format, dtype):
     assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in prepared.parameters())
 
 
+@pytest.mark.exhaustive(quick=1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does it
 @pytest.mark.parametrize("format", ["nvfp4", "float8_e4m3_row"])
 def test_equal_in_a_graph(format):

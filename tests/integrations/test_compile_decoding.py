@@ -250,6 +250,7 @@ def test_a_model_may_be_converted_after_its_steps_were_compiled():
         assert torch.equal(tokens(model, prompt(1, 5)), tokens(uncompiled(model), prompt(1, 5)))
 
 
+@pytest.mark.exhaustive
 def test_of_many_states_some_are_forgotten(monkeypatch):
     monkeypatch.setattr(decoding, "MOST_STATES", 2)
     model, before = mx.compile_decoding(llama(config=None)), graphs()

@@ -20,7 +20,8 @@ def replays(model):
     return sum(graph.runs for graph in model.forward.graphs)
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("batch", [1, 2])
 def test_steps_of_a_sliding_window_are_replayed_before_and_after_it_is_full(batch):
     """One graph until the window is full, and one for later steps; the counts that they change stay outside."""
     model, before = mx.quantize_(tiny_models.made("Gemma3Text"), "mxfp8-weight-only"), graphs()

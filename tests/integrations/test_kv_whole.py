@@ -116,6 +116,7 @@ torch.manual_seed(1)
 FIRST, NEXT, SOME = ([tokens(count) for _ in range(2)] for count in (20, 1, 8))
 
 
+@pytest.mark.exhaustive(quick=12)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(kind, name) for kind in CACHES for name in CALLS if name not in LACKS.get(kind, ())],
