@@ -1,11 +1,12 @@
 """Layers that are recorded on the CPU: with Triton's casts, launched by addresses as on a device and interpreted
-(``install``); or with the casts in C++, which take a thousandth of the time (``install_native``)."""
+(``launches``); or with the casts in C++, which take a thousandth of the time (``native``)."""
 
 import ctypes
 
+import pytest
 import torch
 
-from mxtensor.core import recording, repeated
+from mxtensor.core import recording
 from mxtensor.core.kernel import Kernel
 from mxtensor.kernels.gemm import dequant, scaled_mm
 from mxtensor.kernels.gemm import select as gemm_select
@@ -62,16 +63,19 @@ def chosen(a, b):
     return SCALINGS[0] if one_scale and needs_codes(a, b) is None else "not here"
 
 
-def _record_on_the_cpu(monkeypatch):
+@pytest.fixture
+def torchs_products(recorded_on_a_cpu, monkeypatch):
     """Products are torch's, since kernels of the CPU write memory without saying so: ``torch._scaled_mm`` for float8
     with one scale per tensor."""
-    monkeypatch.setattr(dequant, "_can_slice", lambda spec, b: False)
-    monkeypatch.setattr(repeated, "DEVICES", {"cpu"})
     per_tensor = Kernel("scaled_mm", scaled_mm.refuses, scaled_mm.run)
     others = tuple(kernel for kernel in gemm_select.GEMM[1:] if kernel.name != "cpu_codes")
-    monkeypatch.setattr(gemm_select, "GEMM", (per_tensor, *others))
-    monkeypatch.setattr(scaled_mm, "chosen", lambda table, spec, a, b: chosen(a, b))
-    monkeypatch.setattr(scaled_mm, "plan_here", lambda *rest: SCALINGS[0])
+    for owner, name, value in (
+        (dequant, "_can_slice", lambda spec, b: False),
+        (gemm_select, "GEMM", (per_tensor, *others)),
+        (scaled_mm, "chosen", lambda table, spec, a, b: chosen(a, b)),
+        (scaled_mm, "plan_here", lambda *rest: SCALINGS[0]),
+    ):
+        monkeypatch.setattr(owner, name, value)
 
 
 def _as_step(quantize):
@@ -97,43 +101,50 @@ def _dequantize(operand, dtype):
     return recording.call(run, *operand.tensors)
 
 
-def install_native(monkeypatch):
+@pytest.fixture
+def native(torchs_products, monkeypatch):
     """Layers are recorded on the CPU, with its casts in C++ and in plain torch."""
-    _record_on_the_cpu(monkeypatch)
     steps = [Kernel(k.name, k.refuses, _as_step(k.run)) for k in (cpu_casts.QUANTIZE, definition.QUANTIZE)]
-    monkeypatch.setattr(choose_cast, "QUANTIZE", tuple(steps))
     decode = Kernel("cpu", cpu_casts.DEQUANTIZE.refuses, _dequantize)
-    monkeypatch.setattr(choose_cast, "DEQUANTIZE", (decode, *choose_cast.DEQUANTIZE))
-    monkeypatch.setattr(choose_pair.definition, "encode_with_amax", _as_step(choose_pair.definition.encode_with_amax))
+    for owner, name, value in (
+        (choose_cast, "QUANTIZE", tuple(steps)),
+        (choose_cast, "DEQUANTIZE", (decode, *choose_cast.DEQUANTIZE)),
+        (definition, "encode_with_amax", _as_step(definition.encode_with_amax)),
+    ):
+        monkeypatch.setattr(owner, name, value)
 
 
-def install(monkeypatch, compiled=True):
-    """Layers are recorded on the CPU, with Triton's casts; returns (stream, whether by addresses) of each launch.
+@pytest.fixture
+def interpreted_launches(torchs_products, triton_anywhere, one_rounding, whole_reductions, monkeypatch):
+    """Layers are recorded on the CPU, with Triton's casts, launched in the way of the interpreter."""
+    set_tiles(monkeypatch, rows=64, cols=128, full=64, groups=2, wide=64)
+    for module, name, kernel in TUPLES:
+        here = Kernel(kernel.name, kernel.refuses, kernel.run, None, kernel.run_traced)
+        monkeypatch.setattr(module, name, (here, *getattr(module, name)[1:]))
 
-    ``compiled``: launch by addresses; otherwise in the way of the interpreter.
-    """
+
+@pytest.fixture
+def launches(interpreted_launches, monkeypatch):
+    """Layers are recorded on the CPU, with Triton's casts, launched by addresses: (stream, whether by addresses) of
+    each launch."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    launches = []
+    made = []
     original = InterpretedFunction.__getitem__
 
     def getitem(self, grid):
         def call(*arguments, **options):
             original(self, grid)(*arguments, **options)
-            return Compiled(lambda grid: original(self, grid), arguments, options, launches)
+            return Compiled(lambda grid: original(self, grid), arguments, options, made)
 
         return call
 
-    if compiled:
-        monkeypatch.setattr(InterpretedFunction, "__getitem__", getitem)
-        monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
-        monkeypatch.setattr(triton_launch.compat, "current_cuda_device", lambda: 0)
-        monkeypatch.setattr(triton_launch.compat, "current_cuda_stream", lambda index: 0)
-    set_tiles(monkeypatch, rows=64, cols=128, full=64, groups=2, wide=64)
-    monkeypatch.setattr(triton_launch, "_compiled", {})
-    monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
-    _record_on_the_cpu(monkeypatch)
-    for module, name, kernel in TUPLES:
-        here = Kernel(kernel.name, kernel.refuses, kernel.run, None, kernel.run_traced)
-        monkeypatch.setattr(module, name, (here, *getattr(module, name)[1:]))
-    return launches
+    for owner, name, value in (
+        (InterpretedFunction, "__getitem__", getitem),
+        (triton_launch, "interpreted", lambda: False),
+        (triton_launch, "_compiled", {}),
+        (triton_launch.compat, "current_cuda_device", lambda: 0),
+        (triton_launch.compat, "current_cuda_stream", lambda index: 0),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    return made

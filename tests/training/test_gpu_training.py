@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.core import repeated
 from mxtensor.core.repeated import KINDS
 from mxtensor.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from mxtensor.training.linear import Options, linear
@@ -202,9 +201,9 @@ def results_of(layer, x, g):
     return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in layer.parameters()))]
 
 
-def in_general(monkeypatch, function, *args):
-    with monkeypatch.context() as patch:
-        patch.setattr(repeated, "DEVICES", set())
+def in_general(function, *args):
+    """What no program computes: ``explain()`` sees all of the call."""
+    with mx.explain():
         return function(*args)
 
 
@@ -230,7 +229,7 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("recipe", REPEATED.values(), ids=REPEATED)
-def test_repeated_layers_have_the_bits_of_the_general_way(recipe, bias, monkeypatch):
+def test_repeated_layers_have_the_bits_of_the_general_way(recipe, bias):
     """Other data, other weights, rows that are freed and reused by torch's allocator, in place and through .data."""
     layer = repeated_layer(recipe, bias)
     assert len(programs()) == 2
@@ -238,26 +237,26 @@ def test_repeated_layers_have_the_bits_of_the_general_way(recipe, bias, monkeypa
         with torch.no_grad():
             change(layer.weight)
         x, g = inputs()
-        expected = in_general(monkeypatch, results_of, copy.deepcopy(layer), x, g)
+        expected = in_general(results_of, copy.deepcopy(layer), x, g)
         assert_equal(results_of(layer, x, g), expected)
     assert len(programs()) == 2
 
 
 @pytest.mark.parametrize("rows", [1, 17, 64, 2048])
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8 current", "nvfp4 stochastic"])
-def test_repeated_layers_with_any_number_of_rows(rows, recipe, monkeypatch):
+def test_repeated_layers_with_any_number_of_rows(rows, recipe):
     layer = repeated_layer(REPEATED[recipe], steps=0)
     for _ in range(4):
         x, g = inputs(rows)
-        assert_equal(results_of(layer, x, g), in_general(monkeypatch, results_of, layer, x, g))
+        assert_equal(results_of(layer, x, g), in_general(results_of, layer, x, g))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8 current", "nvfp4 stochastic", "delayed"])
-def test_repeated_layers_launch_on_the_current_stream(recipe, monkeypatch):
+def test_repeated_layers_launch_on_the_current_stream(recipe):
     """A side stream waits for the input, which comes late; another stream must not read it before."""
     layer = repeated_layer(REPEATED[recipe])
     x, g = inputs()
-    expected = in_general(monkeypatch, results_of, copy.deepcopy(layer), x, g)
+    expected = in_general(results_of, copy.deepcopy(layer), x, g)
     late = torch.zeros_like(x).requires_grad_()
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -271,7 +270,7 @@ def test_repeated_layers_launch_on_the_current_stream(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8 current", "nvfp4"])
-def test_a_repeated_step_in_a_cuda_graph(recipe, monkeypatch):
+def test_a_repeated_step_in_a_cuda_graph(recipe):
     """The graph casts the weight and the input anew in each replay."""
     layer = repeated_layer(REPEATED[recipe])
     x, g = inputs()
@@ -294,15 +293,15 @@ def test_a_repeated_step_in_a_cuda_graph(recipe, monkeypatch):
             x.copy_(torch.randn_like(x))
             layer.weight.mul_(-1.25)
         graph.replay()
-        assert_equal(outputs, in_general(monkeypatch, step))
+        assert_equal(outputs, in_general(step))
         assert_equal(outputs, step())
 
 
-def test_two_threads_share_repeated_layers(monkeypatch):
+def test_two_threads_share_repeated_layers():
     layer = repeated_layer(MXFP8BlockScaling())
     layers = [layer, *(copy.deepcopy(layer) for _ in range(3))]
     work = [inputs() for _ in layers]
-    expected = [in_general(monkeypatch, results_of, mine, *args) for mine, args in zip(layers, work, strict=True)]
+    expected = [in_general(results_of, mine, *args) for mine, args in zip(layers, work, strict=True)]
     found = [None] * len(layers)
     torch.cuda.synchronize()
 
@@ -335,7 +334,7 @@ def test_programs_hold_no_memory():
     assert before - torch.cuda.memory_allocated() >= nbytes
 
 
-def test_a_repeated_step_needs_no_more_memory(monkeypatch):
+def test_a_repeated_step_needs_no_more_memory():
     layer = repeated_layer(MXFP8BlockScaling(), steps=0)
     x, g = inputs(4096)
 
@@ -351,5 +350,5 @@ def test_a_repeated_step_needs_no_more_memory(monkeypatch):
 
     for _ in range(3):
         peak()
-    general = in_general(monkeypatch, peak)
+    general = in_general(peak)
     assert peak() <= 1.02 * general

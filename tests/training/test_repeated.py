@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtensor as mx
-from mxtensor.core import recording, repeated
+from mxtensor.core import recording
 from mxtensor.core.repeated import KINDS
 from mxtensor.recipe import (
     DelayedScaling,
@@ -30,10 +30,12 @@ from mxtensor.training import linear as training_linear
 from mxtensor.training.linear import Options, linear
 from mxtensor.training.training_weight import TrainingWeight
 from tests.helpers import compiled_triton
-from tests.kernels.quantize.conftest import one_rounding, whole_reductions  # noqa: F401  (fixtures)
+from tests.helpers.compiled_triton import interpreted_launches, launches, native, torchs_products
+from tests.kernels.quantize.conftest import one_rounding, whole_reductions
 from tests.training.test_linear import NEAREST
 
 pytest.importorskip("triton")
+__all__ = ["interpreted_launches", "launches", "native", "one_rounding", "torchs_products", "whole_reductions"]
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted; test_gpu_training.py has the device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter divides zeros
@@ -50,16 +52,6 @@ def in_cpp(recipe):
 PLAIN = {name: one for name, one in NEAREST.items() if not in_cpp(one.linear_recipe())}
 RECIPES = PLAIN | {"nvfp4 stochastic": NVFP4BlockScaling(), "mxfp4 stochastic": MXFP4BlockScaling()}
 ROWS, IN, OUT = 32, 64, 48
-
-
-@pytest.fixture
-def launches(monkeypatch, one_rounding, whole_reductions):  # noqa: F811
-    return compiled_triton.install(monkeypatch)
-
-
-@pytest.fixture
-def native(monkeypatch):
-    compiled_triton.install_native(monkeypatch)
 
 
 @pytest.fixture
@@ -89,9 +81,9 @@ def step(x, w, b, g, recipe, **options):
     return y.detach(), *(None if t is None else t.grad for t in (x, w, b))
 
 
-def in_general(monkeypatch, function, *args, **kwargs):
-    with monkeypatch.context() as patch:
-        patch.setattr(repeated, "DEVICES", set())
+def in_general(function, *args, **kwargs):
+    """What no program computes: ``explain()`` sees all of the call."""
+    with mx.explain():
         return function(*args, **kwargs)
 
 
@@ -116,13 +108,13 @@ def negated(x):
 @pytest.mark.exhaustive(quick=3)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_every_recipe_gives_the_bits_of_the_general_way(recipe, bias, launches, passes_run, monkeypatch):
+def test_every_recipe_gives_the_bits_of_the_general_way(recipe, bias, launches, passes_run):
     for _ in range(2):
         step(*tensors(bias=bias), recipe)
     assert passes_run == ["forward", "backward"] * 2
     for _ in range(2):
         args = tensors(bias=bias)
-        expected = in_general(monkeypatch, step, *args, recipe)
+        expected = in_general(step, *args, recipe)
         del passes_run[:], launches[:]
         assert_same(step(*args, recipe), expected)
         assert passes_run == [] and launches and all(by_address for _, by_address in launches)
@@ -130,13 +122,11 @@ def test_every_recipe_gives_the_bits_of_the_general_way(recipe, bias, launches, 
 
 @pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("recipe", ["float8 current", "mxfp8"])
-@pytest.mark.usefixtures("one_rounding", "whole_reductions")
-def test_the_launches_of_the_interpreter_are_recorded_too(recipe, monkeypatch, passes_run):
-    compiled_triton.install(monkeypatch, compiled=False)
+def test_the_launches_of_the_interpreter_are_recorded_too(recipe, interpreted_launches, passes_run):
     for _ in range(2):
         step(*tensors(), NEAREST[recipe])
     args = tensors()
-    expected = in_general(monkeypatch, step, *args, NEAREST[recipe])
+    expected = in_general(step, *args, NEAREST[recipe])
     del passes_run[:]
     assert_same(step(*args, NEAREST[recipe]), expected)
     assert passes_run == []
@@ -166,26 +156,26 @@ def test_the_launches_of_the_interpreter_are_recorded_too(recipe, monkeypatch, p
         "float32 bias", "column-major w", "one row of g", "column-major g", "unaligned g", "float32", "lazy sign",
     ],
 )  # fmt: skip
-def test_a_call_of_another_kind_is_another_program(change, native, passes_run, monkeypatch):
+def test_a_call_of_another_kind_is_another_program(change, native, passes_run):
     recipe = Float8CurrentScaling()
     for _ in range(2):
         step(*tensors(), recipe)
     for _ in range(2):
         step(*change(*tensors()), recipe)
     args = change(*tensors())
-    expected = in_general(monkeypatch, step, *args, recipe)
+    expected = in_general(step, *args, recipe)
     del passes_run[:]
     assert_same(step(*args, recipe), expected)
     assert passes_run == (["forward", "backward"] if args[0].is_neg() else [])
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.float32}, {"save_input": True}], ids=str)
-def test_options_are_part_of_the_kind(options, native, passes_run, monkeypatch):
+def test_options_are_part_of_the_kind(options, native, passes_run):
     recipe = Float8CurrentScaling()
     for options_of_call in ({}, {}, options, options):
         step(*tensors(), recipe, **options_of_call)
     args = tensors()
-    expected = in_general(monkeypatch, step, *args, recipe, **options)
+    expected = in_general(step, *args, recipe, **options)
     del passes_run[:]
     assert_same(step(*args, recipe, **options), expected)
     assert passes_run == []
@@ -217,23 +207,23 @@ def models(recipe):
 @pytest.mark.parametrize(
     "make", [DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling]
 )
-def test_a_model_trains_with_the_same_bits(make, native, passes_run, monkeypatch):
+def test_a_model_trains_with_the_same_bits(make, native, passes_run):
     """Weights that the optimizer writes, in place; histories of delayed scaling; random numbers."""
     mine, other = models(make())
     torch.manual_seed(5)
-    expected = in_general(monkeypatch, losses, other, torch.optim.AdamW(other.parameters(), 1e-2), accumulate=2)
+    expected = in_general(losses, other, torch.optim.AdamW(other.parameters(), 1e-2), accumulate=2)
     del passes_run[:]
     torch.manual_seed(5)
     assert_same(losses(mine, torch.optim.AdamW(mine.parameters(), 1e-2), accumulate=2), expected)
     assert len(passes_run) <= 8  # two steps of each of two kinds of layers
 
 
-def test_writes_to_a_weight_in_any_way_are_seen(native, monkeypatch):
+def test_writes_to_a_weight_in_any_way_are_seen(native):
     layer = mx.quantize_(nn.Linear(IN, OUT).bfloat16(), Float8CurrentScaling())
     x = torch.randn(ROWS, IN).bfloat16()
 
     def check():
-        assert_same([layer(x).detach()], [in_general(monkeypatch, layer, x).detach()])
+        assert_same([layer(x).detach()], [in_general(layer, x).detach()])
 
     def write(weight, value):
         with torch.no_grad():
@@ -254,7 +244,7 @@ def test_writes_to_a_weight_in_any_way_are_seen(native, monkeypatch):
         check()
 
 
-def test_autocast_and_hooks_and_recomputation(native, passes_run, monkeypatch):
+def test_autocast_and_hooks_and_recomputation(native, passes_run):
     layers = nn.Sequential(nn.Linear(IN, IN), nn.GELU(), nn.Linear(IN, IN)).bfloat16()
     x = torch.randn(ROWS, IN).bfloat16().requires_grad_()
 
@@ -266,7 +256,7 @@ def test_autocast_and_hooks_and_recomputation(native, passes_run, monkeypatch):
         y.float().square().sum().backward()
         return [y.detach(), x.grad, *(p.grad for p in layers.parameters())]
 
-    expected = in_general(monkeypatch, run, None)
+    expected = in_general(run, None)
     for reentrant in (None, None, None, True, False):
         assert_same(run(reentrant), expected)
     del passes_run[:]
@@ -279,7 +269,7 @@ def _tensor(t):
 
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
-def test_torch_autocast(to, native, monkeypatch):
+def test_torch_autocast(to, native):
     for _ in range(3):
         x, w, b, _ = tensors(dtype=torch.float32)
         weight = TrainingWeight(w.detach(), Float8CurrentScaling().linear_recipe())
@@ -288,7 +278,7 @@ def test_torch_autocast(to, native, monkeypatch):
             with torch.autocast("cpu", dtype=to):
                 return nn.functional.linear(x, weight, b)  # noqa: B023
 
-        assert_same([run().detach()], [in_general(monkeypatch, run).detach()])
+        assert_same([run().detach()], [in_general(run).detach()])
 
 
 # ---------------------------------------------------------------------------------------------- the general way
@@ -317,11 +307,11 @@ def test_explain_and_kernels_see_repeated_layers(native, passes_run):
     assert {e.spec.op for e in log.entries} >= {"dgrad", "wgrad"}
 
 
-def test_a_profiler_of_triton_is_told_of_each_launch(native, passes_run, monkeypatch):
+def test_a_profiler_of_triton_is_told_of_each_launch(native, passes_run, profiled):
     layer = repeated_layer()
     del passes_run[:]
-    monkeypatch.setattr(repeated, "WATCHERS", [lambda: True])
-    layer(torch.randn(ROWS, IN).bfloat16())
+    with profiled():
+        layer(torch.randn(ROWS, IN).bfloat16())
     assert passes_run == ["forward"]
 
 
@@ -391,12 +381,12 @@ def test_memory_is_freed_at_its_last_use(native):
     assert len(made) > 4 and made - freed == made & set(re.findall(r"v\d+", lines[-1]))
 
 
-def test_threads_share_programs(native, passes_run, monkeypatch):
+def test_threads_share_programs(native, passes_run):
     recipe = Float8CurrentScaling()
     for _ in range(2):
         step(*tensors(), recipe)
     work = [tensors() for _ in range(4)]
-    expected = [in_general(monkeypatch, step, *args, recipe) for args in work]
+    expected = [in_general(step, *args, recipe) for args in work]
     del passes_run[:]
     found = [None] * len(work)
 
