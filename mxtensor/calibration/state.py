@@ -133,19 +133,17 @@ def _weights(model: nn.Module, changes: Sequence[Change]) -> dict[str, str]:
     saved = model.state_dict().keys()
     found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     found |= {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
-    digests = {name: _digest(_sample(values_of(value))) for name, value in found.items()}
+    digests = {}
+    for name, parameter in found.items():
+        value = values_of(parameter)
+        parts: list[Any] = [tuple(value.shape)]  # and some values of each tensor, and the sum of all of its bytes
+        for t in value.components if isinstance(value, MXTensor) else () if value.is_meta else (value,):
+            flat = t.detach().contiguous().flatten()
+            octets = flat.view(torch.uint8)
+            some = octets if isinstance(value, MXTensor) else flat
+            parts += [some[:: max(len(some) // SAMPLE, 1)], int(octets.sum(dtype=torch.int64))]
+        digests[name] = _digest(parts)
     return digests | {change.fqn: f"{change.recipe} {digests[change.fqn]}" for change in changes}
-
-
-def _sample(value: Tensor) -> list[Any]:
-    """The shape of a tensor, some of its values, and the sum of all of its bytes."""
-    found: list[Any] = [tuple(value.shape)]
-    for t in value.components if isinstance(value, MXTensor) else () if value.is_meta else (value,):
-        flat = t.detach().contiguous().flatten()
-        octets = flat.view(torch.uint8)
-        some = octets if isinstance(value, MXTensor) else flat
-        found += [some[:: max(len(some) // SAMPLE, 1)], int(octets.sum(dtype=torch.int64))]
-    return found
 
 
 def _digest(values: Sequence[Any]) -> str:

@@ -1,7 +1,7 @@
 """One rule for each aten op or torch function of an MXTensor. Importing this package fills OP_TABLE and FUNCTION_TABLE.
 
-Start with ``functional.py`` (``F.linear``, before torch decomposes it), ``matmul.py`` (products) and ``fallback.py``
-(ops without a rule). ``layout.py`` maps dimensions of the outer tensor to those of its operands.
+Start with ``functional.py`` (``F.linear`` and ``einsum``, before torch decomposes them), ``matmul.py`` (products) and
+``fallback.py`` (ops without a rule). ``layout.py`` maps dimensions of the outer tensor to those of its operands.
 """
 
 from ..ops import (
@@ -9,7 +9,6 @@ from ..ops import (
     bodies,
     collectives,
     conversions,
-    einsum,
     fallback,
     functional,
     grouped,
@@ -19,7 +18,6 @@ from ..ops import (
     slice,
     strided,
     structure,
-    torchscript,
     view,
 )
 
@@ -28,7 +26,6 @@ __all__ = [
     "bodies",
     "collectives",
     "conversions",
-    "einsum",
     "fallback",
     "functional",
     "grouped",
@@ -38,6 +35,5 @@ __all__ = [
     "slice",
     "strided",
     "structure",
-    "torchscript",
     "view",
 ]

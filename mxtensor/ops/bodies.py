@@ -71,7 +71,8 @@ class _Components(NamedTuple):
         """
         if weight.requires_grad:
             return [_Values.apply(weight, self.names[0])]
-        return [_bytes_of(getattr(weight, name)) for name in self.names]
+        tensors = [getattr(weight, name) for name in self.names]
+        return [t.view(torch.uint8) if _is_float8(t.dtype) else t for t in tensors]
 
     def weight(self, tensors: Sequence[Tensor]) -> Tensor:
         typed = (t.view(dtype) if _is_float8(dtype) else t for t, dtype in zip(tensors, self.dtypes, strict=True))
@@ -86,10 +87,6 @@ class _Components(NamedTuple):
 
 def _is_float8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
-
-
-def _bytes_of(t: Any) -> Any:
-    return t.view(torch.uint8) if isinstance(t, Tensor) and _is_float8(t.dtype) else t
 
 
 class _Values(torch.autograd.Function):
@@ -137,11 +134,6 @@ def _tensors_of(name: str, operand: Any) -> tuple[list[Any], _Components | None]
     return components.tensors(operand), components
 
 
-def _carried_of(name: str, operand: Any) -> tuple[list[Any], _Components | None]:
-    """``_tensors_of`` an operand that the results of a function will replace: a weight of its own, not part of one."""
-    return _tensors_of(name, operand.clone() if isinstance(operand, KeepsAttributes) else operand)
-
-
 def _slices_of(name: str, operand: Any) -> tuple[list[Any], _Components | None]:
     """The operands in the place of one that is cut along its first dimension, and what each slice is made of.
 
@@ -174,22 +166,21 @@ EXPORTED: list[bool] = []
 only, before they reach a class. A list, because Dynamo reads no ContextVar."""
 
 
-class _Body:
+def _on_tensors(body: Callable[..., Any], found: Found, results: _Results | None) -> Callable[..., Any]:
     """A function of an op, on the tensors that its weights are made of."""
 
-    def __init__(self, name: str, body: Callable[..., Any], found: Found, results: _Results | None) -> None:
-        self.name, self.body, self.found, self.results = name, body, found, results
-
-    def __call__(self, *operands: Any) -> Any:
+    def call(*operands: Any) -> Any:
         rest = iter(operands)
         with enable_torch_function():  # torch disables it where it traces the backward pass of a body
-            args = [next(rest) if components is None else components.next(rest) for components in self.found]
+            args = [next(rest) if components is None else components.next(rest) for components in found]
             EXPORTED.append(is_exporting())
             try:
-                out = self.body(*args)
+                out = body(*args)
             finally:
                 EXPORTED.pop()
-            return out if self.results is None else self.results.tensors(out)
+            return out if results is None else results.tensors(out)
+
+    return call
 
 
 class _Results:
@@ -214,10 +205,16 @@ class _Results:
         return (*(t for tensors, _ in pairs for t in tensors), *others)
 
     def _of_others(self, out: Sequence[Any]) -> tuple[list[Any], Found]:
-        if self.stacks:
-            return [_stackable(self.name, value) for value in out], [None] * len(out)
         pairs = [_tensors_of(self.name, value) for value in out]
         found = [components for _, components in pairs]
+        if self.stacks:
+            for tensors, components in pairs:
+                if components is not None and len(tensors) > 1:
+                    raise NotImplementedError(
+                        f"{self.name} stacks its results, and a quantized one {components.size} has several tensors; "
+                        "return .dequantize() of it"
+                    )
+            return [tensors[0] for tensors, _ in pairs], [None] * len(out)
         if self.others is not None:
             self._check(self.others, found)
         self.others = found
@@ -247,26 +244,6 @@ def _described(components: _Components | None) -> str:
     return f"{components.kind.__name__} {components.size} of {components.context[0]}"
 
 
-def _stackable(name: str, result: Any) -> Any:
-    """The tensor that is stacked for this result. Raises NotImplementedError for one that is stored quantized."""
-    tensors, components = _tensors_of(name, result)
-    if len(tensors) > 1:
-        assert components is not None
-        raise NotImplementedError(
-            f"{name} stacks its results, and a quantized one {components.size} has several tensors; return "
-            ".dequantize() of it"
-        )
-    return tensors[0]
-
-
-def _expanded_indices(mutated: str, found: Found) -> str:
-    """``mutated_arg_indices`` of an op, in which each weight is as many operands as it has tensors."""
-    counts = [1 if components is None else len(components.names) for components in found]
-    ends = list(accumulate(counts))
-    indices = (range(ends[i] - counts[i], ends[i]) for i in map(int, mutated.split(",")))
-    return ",".join(str(i) for several in indices for i in several)
-
-
 def on_components(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An op of BODIES whose operands, in tuples or lists, are plain tensors in the place of weights."""
     if torch.compiler.is_dynamo_compiling():  # the op of the graph, when it is traced or runs, comes here again
@@ -280,16 +257,22 @@ def on_components(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     given: list[Any] = list(args)
     found: Found = []
     for position, i in enumerate(lists):
-        split = _slices_of if position == op.sliced else _carried_of if op.carries and not position else _tensors_of
-        pairs = [split(name, operand) for operand in args[i]]
+        split = _slices_of if position == op.sliced else _tensors_of
+        operands = args[i]
+        if op.carries and not position:  # results will replace them: each is a weight of its own, not part of one
+            operands = [operand.clone() if isinstance(operand, KeepsAttributes) else operand for operand in operands]
+        pairs = [split(name, operand) for operand in operands]
         found += [components for _, components in pairs]
         given[i] = type(args[i])(t for tensors, _ in pairs for t in tensors)
     results = _Results(name, found[: len(args[lists[0]])] if op.carries else [], op.stacks)
     for i, a in enumerate(args):
         if callable(a) and not isinstance(a, Tensor):
-            given[i] = _Body(name, a, found, results if op.only in (None, i) else None)
-    if kwargs.get("mutated_arg_indices"):
-        kwargs = kwargs | {"mutated_arg_indices": _expanded_indices(kwargs["mutated_arg_indices"], found)}
+            given[i] = _on_tensors(a, found, results if op.only in (None, i) else None)
+    if kwargs.get("mutated_arg_indices"):  # each weight is as many operands as it has tensors
+        counts = [1 if components is None else len(components.names) for components in found]
+        ends = list(accumulate(counts))
+        indices = (range(ends[i] - counts[i], ends[i]) for i in map(int, kwargs["mutated_arg_indices"].split(",")))
+        kwargs = kwargs | {"mutated_arg_indices": ",".join(str(i) for several in indices for i in several)}
     return results.of(func(*given, **kwargs))
 
 
@@ -301,12 +284,11 @@ def _rule_of(func: Any) -> Callable[..., Any]:
     return rule
 
 
-def _tensors_inside(w: Any) -> list[Tensor]:
-    return [getattr(w, name) for name in w.__tensor_flatten__()[0]]
-
-
 when_imported(
-    "torch._dynamo.variables.higher_order_ops", lambda: hook_bodies((KeepsAttributes, DequantizedView), _tensors_inside)
+    "torch._dynamo.variables.higher_order_ops",
+    lambda: hook_bodies(
+        (KeepsAttributes, DequantizedView), lambda w: [getattr(w, name) for name in w.__tensor_flatten__()[0]]
+    ),
 )
 for op in BODIES:
     implements_function(op)(_rule_of(op))

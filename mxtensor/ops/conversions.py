@@ -35,15 +35,12 @@ def _moved(before: Any, w: Any) -> Tensor:
     return for_module(before, w) if isinstance(w, MXTensor) and filler() == "_apply" else w
 
 
-def _names_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``to`` was called with a dtype, or with another tensor, whose dtype it takes."""
-    return any(isinstance(value, (torch.dtype, Tensor)) for value in (*args, *kwargs.values()))
-
-
 @implements_function(Tensor.to)
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """With a dtype plain values, with a device alone the same codes there."""
-    return (_plain if _names_dtype(args, kwargs) else _moved)(self, self.to(*args, **kwargs))
+    # another tensor gives its dtype
+    names_dtype = any(isinstance(value, (torch.dtype, Tensor)) for value in (*args, *kwargs.values()))
+    return (_plain if names_dtype else _moved)(self, self.to(*args, **kwargs))
 
 
 @implements_function(Tensor.cpu)

@@ -8,6 +8,7 @@ logged; inside ``mx.strict()`` both are errors that name the op and the file for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,14 @@ from torch import Tensor
 from ..core.arguments import described
 from ..core.autograd import count_writes, mode_of_views
 from ..core.compat import tree_flatten, tree_unflatten
-from ..core.compat_hooks import PACKAGE, hook_flat_parameters, hook_replicas
-from ..core.dispatch import FALLBACK, implements_function, names_written, refuse_if_strict, written
-from ..core.explain import Entry, measure, record
-from ..core.kernel import Spec
-from ..core.tracing import is_traced
+from ..core.compat_hooks import PACKAGE, hook_flat_parameters, hook_replicas, hook_torchscript
+from ..core.dispatch import FALLBACK, implements_function, names_written, written
+from ..core.explain import measure
+from ..core.tracing import refuse_torchscript
 from ..core.when_imported import after_import
 from ..tensor.dequantized_view import Decoded, DequantizedView, View
 from ..tensor.mxtensor import MXTensor
-from .inplace import write_back
+from .inplace import note, write_back
 
 aten = torch.ops.aten
 REFUSED: dict[Any, str] = {
@@ -58,7 +58,7 @@ _UNSAFE_VIEWS = (aten.unsafe_split, aten.unsafe_split_with_sizes)
 """Views that their schemas do not call so."""
 
 
-def _home(func: Any) -> str:
+def home_of(func: Any) -> str:
     """The file in which a rule for ``func`` belongs."""
     if not hasattr(func, "_schema"):
         return "fallback.py"  # a torch function
@@ -67,32 +67,16 @@ def _home(func: Any) -> str:
     return "view.py" if any(r.alias_info is not None for r in func._schema.returns) else "structure.py"
 
 
-def note(func: Any, tensors: list[MXTensor], what: str, reason: str) -> Entry | None:
-    """Log that MXTensors are dequantized, for ``measure``; raise NotImplementedError inside ``mx.strict()``."""
-    op = str(func)
-    refuse_if_strict(op, reason, _home(func))
-    first = tensors[0]
-    shapes, names = tuple(tuple(t.shape) for t in tensors[:3]), tuple(str(t.format) for t in tensors[:3])
-    spec = Spec(op, shapes, names, first.dtype, first.device, is_traced(*first.components))
-    return record(spec, what, {"quantized": reason})
-
-
-def run_plain(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``func`` of the dequantized values."""
-    flat, spec = tree_flatten((args, kwargs))
-    plain = [t.dequantize() if isinstance(t, MXTensor) else t for t in flat]
-    args, kwargs = tree_unflatten(plain, spec)
-    return func(*args, **kwargs)
-
-
 def read(func: Any, args: Any, kwargs: Any, reason: str = "no rule of its own") -> Any:
     """The op on the dequantized values. Views are ``DequantizedView``s."""
-    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, MXTensor)]
-    with measure(note(func, tensors, "dequantized", reason)), mode_of_views(func, tensors[0]):
+    flat, spec = tree_flatten((args, kwargs))
+    tensors = [t for t in flat if isinstance(t, MXTensor)]
+    with measure(note(str(func), home_of(func), tensors, "dequantized", reason)), mode_of_views(func, tensors[0]):
         if is_view(func) and args[0] is tensors[0]:
             decoded = Decoded(tensors[0].same())
             return viewed(func, (decoded.values(), *args[1:]), kwargs, decoded)
-        return run_plain(func, args, kwargs)
+        args, kwargs = tree_unflatten([t.dequantize() if isinstance(t, MXTensor) else t for t in flat], spec)
+        return func(*args, **kwargs)
 
 
 def viewed(func: Any, args: Any, kwargs: Any, decoded: Decoded | None, before: View | None = None) -> Any:
@@ -118,7 +102,7 @@ def write(func: Any, args: Any, kwargs: Any) -> Any:
     targets = [t for t in tree_flatten(written(func, args, kwargs))[0] if isinstance(t, MXTensor)]
     if not targets:
         return read(func, args, kwargs)
-    with measure(note(func, targets, "requantized", "writes values")):
+    with measure(note(str(func), home_of(func), targets, "requantized", "writes values")):
         out = _write(func, args, kwargs, targets)
     count_writes(func, targets)
     return out
@@ -177,7 +161,7 @@ def _for_each_value(func: Any) -> Callable[..., Any]:
         """A Python function of each value. torch would write to the memory of a wrapper, which has none: a crash."""
         if not isinstance(target, MXTensor):
             return read(func, (target, *others), {}, "values for Python")
-        with measure(note(func, [target], "requantized", "writes values")):
+        with measure(note(str(func), home_of(func), [target], "requantized", "writes values")):
             return _write(func, (target, *others), {}, [target])
 
     return written_by
@@ -204,12 +188,23 @@ def storage(self: Tensor) -> Any:
     )
 
 
-# ---------------------------------------------------------------------------------------------- plain copies
+# ---------------------------------------------------------------------------------------------- refused
 
-# FSDP1 and ``nn.DataParallel`` are refused: both copy parameters to plain tensors, without formats and recipes.
+# FSDP1 and ``nn.DataParallel`` copy parameters to plain tensors, without formats and recipes. TorchScript reads and
+# saves the storage of tensors, which a wrapper does not have.
+
+FLATTENED = (
+    "FullyShardedDataParallel (FSDP1)",
+    "use FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version=2 of accelerate and transformers",
+)
+REPLICATED = (
+    "nn.DataParallel",
+    "run a process for each GPU (torchrun, DistributedDataParallel), or show this one a single GPU "
+    "(CUDA_VISIBLE_DEVICES=0)",
+)
 
 
-def _refuse(parameters: Iterable[Tensor], what: str, way_out: str) -> None:
+def _refuse(what: str, way_out: str, parameters: Iterable[Tensor]) -> None:
     """Raise NotImplementedError if one of the parameters is of a class of this package."""
     for p in parameters:
         if type(p).__module__.startswith(PACKAGE):
@@ -219,15 +214,14 @@ def _refuse(parameters: Iterable[Tensor], what: str, way_out: str) -> None:
             )
 
 
-def _before_flattening(parameters: Iterable[Tensor]) -> None:
-    way_out = "use FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version=2 of accelerate and transformers"
-    _refuse(parameters, "FullyShardedDataParallel (FSDP1)", way_out)
+def _refuse_script(module: torch.nn.Module) -> None:
+    """Raise NotImplementedError if ``module`` itself has a tensor of one of the classes of this package."""
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False), *vars(module).items())
+    for name, t in own:
+        if isinstance(t, Tensor) and type(t).__module__.startswith(PACKAGE):
+            refuse_torchscript(f"{type(module).__name__}.{name} ({type(t).__name__})")
 
 
-def _before_replication(parameters: Iterable[Tensor]) -> None:
-    way_out = "run a process for each GPU (torchrun, DistributedDataParallel), or show this one a single GPU"
-    _refuse(parameters, "nn.DataParallel", f"{way_out} (CUDA_VISIBLE_DEVICES=0)")
-
-
-after_import("torch.distributed.fsdp._flat_param", lambda: hook_flat_parameters(_before_flattening))
-hook_replicas(_before_replication)
+after_import("torch.distributed.fsdp._flat_param", lambda: hook_flat_parameters(partial(_refuse, *FLATTENED)))
+hook_replicas(partial(_refuse, *REPLICATED))
+hook_torchscript(_refuse_script)

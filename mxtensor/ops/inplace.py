@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ from ..tensor.rotated import RotatedTensor
 aten = torch.ops.aten
 
 
+def note(op: str, home: str, tensors: Sequence[MXTensor], what: str, reason: str) -> Entry | None:
+    """Log that MXTensors are dequantized, for ``measure``; raise NotImplementedError inside ``mx.strict()``.
+
+    ``home``: the file of a rule for ``op``. ``what``: how the op runs, such as "requantized".
+    """
+    refuse_if_strict(op, reason, home)
+    first = tensors[0]
+    shapes, names = tuple(tuple(t.shape) for t in tensors[:3]), tuple(str(t.format) for t in tensors[:3])
+    spec = Spec(op, shapes, names, first.dtype, first.device, is_traced(*first.components))
+    return record(spec, what, {"quantized": reason})
+
+
 def _write(target: Operand, source: Operand) -> None:
     if is_traced(target.data):  # a graph writes its inputs only, and a view in another dtype is none
         target.data.copy_(source.data)
@@ -41,13 +54,10 @@ def _write(target: Operand, source: Operand) -> None:
 
 
 def lacks_values(view: MXTensor, base: MXTensor) -> bool:
-    """Whether ``view`` shares a scale with values outside it, or lacks a copy that ``base`` has."""
-    lacks_copy = len(base.operands) > len(view.operands) or (base._rotated is not None and view._rotated is None)
-    return lacks_copy or _shares_scale(view, base)
-
-
-def _shares_scale(view: MXTensor, base: MXTensor) -> bool:
-    """Whether a scale of ``view`` belongs to other values of ``base`` too, or is stored once for several matrices."""
+    """Whether ``view`` lacks a copy that ``base`` has, or shares a scale with values outside it: one that belongs to
+    other values of ``base`` too, or is stored once for several matrices."""
+    if len(base.operands) > len(view.operands) or (base._rotated is not None and view._rotated is None):
+        return True
     if FULL in base.format.block:
         return view.numel() != base.numel()
     if not base.format.global_scale:
@@ -96,13 +106,6 @@ def write_back(w: MXTensor, values: Tensor) -> MXTensor:
     return w
 
 
-def _note_requantized(op: str, w: MXTensor, reason: str) -> Entry | None:
-    """Log that a write decodes all of ``w``, for ``measure``; raise NotImplementedError inside ``mx.strict()``."""
-    refuse_if_strict(op, reason, "inplace.py")
-    spec = Spec(op, (tuple(w.shape),), (str(w.format),), w.dtype, w.device, is_traced(*w.components))
-    return record(spec, "requantized", {"quantized": reason})
-
-
 def _same_operands(a: MXTensor, b: MXTensor) -> bool:
     """Whether the bytes of ``b`` can be copied to ``a``: equal casts and the same copies."""
     pairs = ((a._rowwise, b._rowwise), (a._columnwise, b._columnwise))
@@ -131,7 +134,8 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         return write_back(target, source)
     assert target._link is not None
     whole = target if target._link.base is None else target._link.base
-    with measure(_note_requantized(str(func), whole, "writes a view that shares scales or copies with the whole")):
+    reason = "writes a view that shares scales or copies with the whole"
+    with measure(note(str(func), "inplace.py", [whole], "requantized", reason)):
         return write_back(target, source)
 
 
@@ -154,7 +158,8 @@ def setitem(target: Tensor, index: Any, value: Any) -> None:
     if isinstance(view, MXTensor) and view._is_view():
         view.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=target.dtype))
         return
-    with measure(_note_requantized("Tensor.__setitem__", target, "writes values at indices that are not a view")):
+    reason = "writes values at indices that are not a view"
+    with measure(note("Tensor.__setitem__", "inplace.py", [target], "requantized", reason)):
         values = target.values_to_write()
         values[index] = value.dequantize() if isinstance(value, MXTensor) else value
         target.copy_(values)

@@ -50,17 +50,13 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
     return _rows(w, indices.reshape(-1)).view(*indices.shape, w.shape[1])
 
 
-def _count(start: int, like: Tensor) -> Tensor:
-    return torch.arange(start, start + like.shape[0], dtype=like.dtype, device=like.device)
-
-
 def _bags(w: MXTensor, indices: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, int]:
     """A table with the rows that the bags read, the place of each of their rows in it, the row of ``w`` at each place,
     and the place of the padding (-1: none), which the ops skip."""
+    places = torch.arange(indices.shape[0], dtype=indices.dtype, device=indices.device)
     if padding < 0:
-        return _rows(w, indices), _count(0, indices), indices, padding
-    picked = torch.cat([indices.new_full((1,), padding), indices])
-    places = _count(1, indices)
+        return _rows(w, indices), places, indices, padding
+    picked, places = torch.cat([indices.new_full((1,), padding), indices]), places + 1
     return _rows(w, picked), places.masked_fill(indices == padding, 0), picked, 0
 
 

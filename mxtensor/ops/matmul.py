@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import described
-from ..core.dispatch import Rule, implements, refuse_if_strict
-from ..core.explain import record
-from ..core.kernel import Spec
+from ..core.dispatch import Rule, implements
 from ..core.shapes import as_matrix
 from ..kernels.gemm.select import gemm
 from ..kernels.gemm.spec import GemmArgs
@@ -20,6 +18,7 @@ from ..kernels.operands import GemmOperand, Unquantized
 from ..numerics.operand import Operand
 from ..tensor.mxtensor import MXTensor
 from .fallback import read
+from .inplace import note
 
 # ---------------------------------------------------------------------------------------------- checks of products
 
@@ -125,12 +124,6 @@ class Side:
         return values.transpose(-1, -2) if self.transposed else values
 
 
-def _note_dequantized(op: str, w: MXTensor, reason: str) -> None:
-    spec = Spec(op, (tuple(w.shape),), (w.format,), w.dtype, w.device)
-    refuse_if_strict(op, reason, "matmul.py")
-    record(spec, "high precision", {"quantized": reason})
-
-
 def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOperand]:
     """Both operands as kernels take them. Raises ValueError for two MXTensors of which neither can be used."""
     a, b = left.operand, right.operand
@@ -146,7 +139,7 @@ def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOp
     for side in (left, right):
         if side.mx is not None and side.operand is None:
             reason = f"is stored {side.mx.orientation.label}, not blocked along the contraction"
-            _note_dequantized(op, side.mx, reason)
+            note(op, "matmul.py", [side.mx], "high precision", reason)
     return a if a is not None else left.plain(), b if b is not None else right.plain()
 
 
@@ -167,7 +160,7 @@ def product(op: str, left: Side, right: Side, bias: Tensor | None = None, alpha:
     """``alpha * left @ right^T + beta * bias``, each side (..., rows, contracted); plain, in the outer dtype."""
     a, b = left.tensor, right.tensor
     if isinstance(bias, MXTensor):
-        _note_dequantized(op, bias, "is the bias, which is added in high precision")
+        note(op, "matmul.py", [bias], "high precision", "is the bias, which is added in high precision")
         bias = bias.dequantize()
     check_product(op, a, b, right.transposed, bias)
     weight = right.mx if right.mx is not None else left.mx

@@ -93,32 +93,23 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
     return finish(func, args, kwargs, result, f"index {index} of dimension {dim}", out.storage_offset())
 
 
-def _pieces(func: Any, args: Any, kwargs: Any, w: MXTensor, dim: int, lengths: list[int]) -> Any:
-    """Slices one after the other: all quantized, or none, because ranks that get one each must store the same."""
+@implements(aten.split.Tensor, aten.split_with_sizes.default)
+def split(func: Any, args: Any, kwargs: Any) -> Any:
+    """Slices of equal length, the last one shorter, or of the lengths given.
+
+    All are quantized, or none, because ranks that get one each must store the same.
+    """
+    w, lengths, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
+    outer(func, w, args, kwargs)  # torch's errors
+    if func is aten.split.Tensor:
+        total = w.shape[dim]
+        lengths = [min(lengths, total - i) for i in range(0, total, lengths)] or [0]  # of no values, one empty slice
     ends = list(accumulate(lengths))
     spans = list(zip([0, *ends], ends, strict=False))
     for start, end in spans:
         if sliced(w, dim % w.dim(), start, end, 1, w.stride()) is None:
             return read(func, args, kwargs, why_cut(w, f"[{start}:{end}:1] along dimension {dim}"))
     return [aten.slice.Tensor(w, dim, start, end) for start, end in spans]
-
-
-@implements(aten.split.Tensor)
-def split(func: Any, args: Any, kwargs: Any) -> Any:
-    """Slices of equal length, the last one shorter."""
-    w, length, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
-    outer(func, w, args, kwargs)  # torch's errors
-    total = w.shape[dim]
-    lengths = [min(length, total - i) for i in range(0, total, length)] or [0]  # of no values, one empty slice
-    return _pieces(func, args, kwargs, w, dim, lengths)
-
-
-@implements(aten.split_with_sizes.default)
-def split_with_sizes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Slices of the lengths given."""
-    w, lengths, dim = (*args, 0)[:3] if "dim" not in kwargs else (*args[:2], kwargs["dim"])
-    outer(func, w, args, kwargs)  # torch's errors
-    return _pieces(func, args, kwargs, w, dim, list(lengths))
 
 
 @implements(aten.unbind.int)

@@ -6,7 +6,7 @@ values before them; with sizes and strides that says which slices of the tensor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,10 +114,9 @@ def _views(w: MXTensor, target: Target) -> list[MXTensor]:
             readings.append((starts, operand))
     found: list[tuple[list[int], MXTensor]] = []  # with its starts, which may be symbols: they have no hash
     for starts, read in readings:
-        for piece, make in (_slices(w, starts, target), _rows(w, starts, target)):
+        for piece, out in (_slices(w, starts, target), _rows(w, starts, target)):
             if piece is None or (read is not None and (read is w._rowwise) != (piece._rowwise is not None)):
                 continue  # codes of an operand are read for views that have this operand
-            out = make(piece)
             if out is not None and all(starts != other for other, _ in found):
                 found.append((starts, out))
     return [out for _, out in found]
@@ -136,8 +135,8 @@ def _starts(shape: Sequence[int], strides: Sequence[int], dims: list[int], offse
     return [-1] * len(dims) if offset else starts
 
 
-Made = tuple[MXTensor | None, Callable[[MXTensor], MXTensor | None]]
-"""A slice, and a function that makes the view of it."""
+Made = tuple[MXTensor | None, MXTensor | None]
+"""A slice, and the view of it."""
 
 
 def _slices(w: MXTensor, starts: list[int], target: Target) -> Made:
@@ -154,7 +153,7 @@ def _slices(w: MXTensor, starts: list[int], target: Target) -> Made:
     for dim, (start, n) in enumerate(zip(starts, lengths, strict=True)):
         if piece is not None and n != w.shape[dim]:
             piece = sliced(piece, dim, start, start + n, 1, w.stride())
-    return piece, lambda piece: relabel(piece, new, target.size, target.stride)
+    return piece, None if piece is None else relabel(piece, new, target.size, target.stride)
 
 
 def _rows(w: MXTensor, starts: list[int], target: Target) -> Made:
@@ -167,7 +166,7 @@ def _rows(w: MXTensor, starts: list[int], target: Target) -> Made:
             matrix, first = _matrix_of(w, first)
         if matrix is not None and total % cols == 0 and first + total // cols <= matrix.shape[0]:
             piece = sliced(matrix, 0, first, first + total // cols, 1, matrix.stride())
-    return piece, lambda piece: reshaped(piece, target.size, target.stride)
+    return piece, None if piece is None else reshaped(piece, target.size, target.stride)
 
 
 def _matrix_of(w: MXTensor, row: int) -> tuple[MXTensor | None, int]:

@@ -54,14 +54,17 @@ def _joined(operands: list[Operand], place: int, shape: tuple[int, ...]) -> Oper
     data = torch.cat([o.data.view(torch.uint8) for o in operands], place).view(first.data.dtype)
     scale, global_scale = torch.cat([o.scale for o in operands], place), first.global_scale
     if place < -2 and global_scale is not None:
-        global_scale = torch.cat([_of_matrices(o) for o in operands], place)
+        scales = [(o.global_scale, o.format.global_scale_shape(o.shape)) for o in operands]
+        global_scale = torch.cat([scale.expand(of_stack) for scale, of_stack in scales if scale is not None], place)
     return first.with_scales(data, scale, global_scale, shape)
 
 
-def _of_matrices(operand: Operand) -> Tensor:
-    """The global scales of a stack: (..., 1, 1)."""
+def _global_scale(operand: Operand, move: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """The global scale of an operand, moved if each matrix of a stack has its own."""
+    if not operand.has_stack_scales:
+        return operand.global_scale
     assert operand.global_scale is not None
-    return operand.global_scale.expand(operand.format.global_scale_shape(operand.shape))
+    return move(operand.global_scale)
 
 
 def _place(dims: list[int], dim: int) -> int:
@@ -118,10 +121,8 @@ def _move(
         def move(t: Tensor) -> Tensor:
             return on_bytes(t, lambda raw: fn(raw, [p + t.dim() for p in places]))
 
-        global_scale = operand.global_scale
-        if operand.has_stack_scales and any(p < -2 for p in places):
-            assert global_scale is not None
-            global_scale = move(global_scale)
+        leading = any(p < -2 for p in places)
+        global_scale = _global_scale(operand, move) if leading else operand.global_scale
         shape = tuple(size[d] for d in dims)
         return operand.with_scales(move(operand.data), move(operand.scale), global_scale, shape)
 
@@ -169,10 +170,8 @@ def repeat(func: Any, args: Any, kwargs: Any) -> Tensor:
         )
         if rows == FULL or not whole or not operand.format.data_shape(operand.shape)[-1]:
             return None
-        global_scale, shape = operand.global_scale, tuple(size[d] for d in dims)
-        if operand.has_stack_scales:
-            assert global_scale is not None
-            global_scale = global_scale.repeat([*counts[:-2], 1, 1])
+        shape = tuple(size[d] for d in dims)
+        global_scale = _global_scale(operand, lambda t: t.repeat([*counts[:-2], 1, 1]))
         return operand.with_scales(operand.data.repeat(counts), operand.scale.repeat(counts), global_scale, shape)
 
     w = w.expand(*([1] * fresh), *w.shape)
@@ -197,10 +196,7 @@ def _picked(w: MXTensor, index: Tensor) -> MXTensor | None:
             return None
         shape = tuple(size[d] for d in dims)
         data, scale = (on_bytes(t, lambda raw: _matrices(raw, index)) for t in (operand.data, operand.scale))
-        global_scale = operand.global_scale
-        if operand.has_stack_scales:
-            assert global_scale is not None
-            global_scale = _matrices(global_scale, index)
+        global_scale = _global_scale(operand, lambda t: _matrices(t, index))
         return operand.with_scales(data, scale, global_scale, shape)
 
     return with_operands(w, picked, size, contiguous_stride(size))
@@ -227,11 +223,7 @@ def index(func: Any, args: Any, kwargs: Any) -> Tensor:
 
     data = pick(operand.data)
     size = (*data.shape[:-1], w.shape[-1])
-    global_scale = operand.global_scale
-    if stacked:
-        assert global_scale is not None
-        global_scale = pick(global_scale)
-    picked = operand.with_scales(data, pick(operand.scale), global_scale, size)
+    picked = operand.with_scales(data, pick(operand.scale), _global_scale(operand, pick), size)
     return w.replace(picked, None, size)
 
 
@@ -264,10 +256,7 @@ def constant_pad_nd(func: Any, args: Any, kwargs: Any) -> Tensor:
 
         data = operand.data if shape[-1] == operand.shape[-1] else clear_padding(operand)
         data = grow(data, operand.format.data_shape(shape), 0)
-        global_scale = operand.global_scale
-        if operand.has_stack_scales:
-            assert global_scale is not None
-            global_scale = grow(global_scale, operand.format.global_scale_shape(shape), 1.0)
+        global_scale = _global_scale(operand, lambda t: grow(t, operand.format.global_scale_shape(shape), 1.0))
         scale = grow(operand.scale, operand.format.scale_shape(shape), zero_scale)
         return operand.with_scales(data, scale, global_scale, shape)
 

@@ -19,8 +19,8 @@ from ..numerics.operand import Operand
 from ..tensor.dequantized_view import Decoded, DequantizedView
 from ..tensor.fsdp import flat_values
 from ..tensor.mxtensor import MXTensor
-from .fallback import is_view, keeps_size, note, viewed
-from .inplace import write_back
+from .fallback import home_of, is_view, keeps_size, viewed
+from .inplace import note, write_back
 from .layout import Dims, assemble, finish, order, outer, relabel, relabel_operand, sides
 
 aten = torch.ops.aten
@@ -105,15 +105,11 @@ def expand(func: Any, args: Any, kwargs: Any) -> Any:
         shared = {1: 1, FULL: len(target)}.get(operand.format.block[0], min(2, len(target)))  # dims one scale spans
         data = start.data.expand(*shape[:-1], -1)
         scale = start.scale.expand(*shape[: len(target) - shared], *([-1] * shared))
-        grown_operand = start.moved(data, scale, shape, partial(_expanded, shape=shape))
+        grown_operand = start.moved(data, scale, shape, partial(Tensor.expand, size=shape))
         if grown_operand is not None:
             placed[columnwise] = grown_operand
     result = assemble(w, placed.get(False), placed.get(True), size, out.stride())
     return finish(func, args, kwargs, result, f"expanding to {size}")
-
-
-def _expanded(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return values.expand(shape)
 
 
 # ---------------------------------------------------------------------------------------------- reshapes
@@ -138,14 +134,6 @@ def _reshape_rowwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
     return _view_components(operand, shape)
 
 
-def _reshape_columnwise(operand: Operand, size: tuple[int, ...]) -> Operand | None:
-    """Stored transposed: blocks stay whole only if the last two dimensions stay."""
-    shape = (*size[:-2], *reversed(size[-2:]))
-    if len(size) < 2 or shape[-2:] != operand.shape[-2:]:
-        return None
-    return _view_components(operand, shape)
-
-
 def _view_components(operand: Operand, shape: tuple[int, ...]) -> Operand | None:
     """Views of codes and scales; None if torch would have to copy them, because a write to a copy is lost."""
     try:
@@ -159,7 +147,10 @@ def _view_components(operand: Operand, shape: tuple[int, ...]) -> Operand | None
 def reshaped(w: MXTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> MXTensor | None:
     """``w`` as ``size``; None if that would cut a block or copy codes."""
     rowwise = None if w._rowwise is None else _reshape_rowwise(w._rowwise, size)
-    columnwise = None if w._columnwise is None else _reshape_columnwise(w._columnwise, size)
+    columnwise, shape = w._columnwise, (*size[:-2], *reversed(size[-2:]))
+    if columnwise is not None:  # stored transposed: blocks stay whole only if the last two dimensions stay
+        stay = len(size) >= 2 and shape[-2:] == columnwise.shape[-2:]
+        columnwise = _view_components(columnwise, shape) if stay else None
     return assemble(w, rowwise, columnwise, size, stride)
 
 
@@ -216,7 +207,6 @@ def view_(func: Any, args: Any, kwargs: Any) -> Any:
 
 # Ops of a view that cuts the blocks of an MXTensor: reads are plain, views stay views, writes quantize it again.
 
-aten = torch.ops.aten
 _CHANGE_SHAPE = (aten.set_, aten.resize_, aten.resize_as_, aten._resize_output_)
 SENDING = ("send", "barrier")
 """The collectives that only read their first argument; others write to it, which their schemas do not declare."""
@@ -285,7 +275,8 @@ def view_fallback(func: Any, args: Any, kwargs: Any) -> Any:
 def _write(func: Any, flat: list[Any], spec: Any, targets: list[DequantizedView]) -> Any:
     found = [(t, t.shape, _check_writable(func, t)) for t in targets]
     bases = [decoded.base for _, _, decoded in found if decoded is not None]
-    entry = note(func, bases, "requantized", "writes a view that cuts blocks") if bases else None
+    reason = "writes a view that cuts blocks"
+    entry = note(str(func), home_of(func), bases, "requantized", reason) if bases else None
     with measure(entry):
         plain = [_values(t) for t in flat]
         for _, _, decoded in found:

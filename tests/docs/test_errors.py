@@ -120,7 +120,7 @@ NEVER_SEEN = {
     "quantize_: {value} {value}: {value}",
     # needs a module that is gone: tests/convert/test_instance_methods.py
     "{value}: the module is gone that quantize_ converted; copy modules by copy.deepcopy",
-    # raised and caught inside ops/einsum.py; they show as the reason in explain()
+    # raised and caught inside ops/functional.py; they show as the reason in explain()
     "not one product",
     "a shared dimension differs in size",
     # checked earlier by ops/matmul.py; tests/kernels call the products themselves

@@ -573,7 +573,7 @@ FAULTS = (
     Fault("accelerate's offload forgets amax histories", "integrations/accelerate.py",
           "(_histories(old) | _histories(new))", "_histories(new)", "integrations/test_accelerate.py"),
     Fault("FSDP1 takes quantized parameters", "ops/fallback.py",
-          "lambda: hook_flat_parameters(_before_flattening)", "lambda: None", "ops/test_plain_copies.py"),
+          "lambda: hook_flat_parameters(partial(_refuse, *FLATTENED))", "lambda: None", "ops/test_plain_copies.py"),
     Fault("attention reads places without a token", "kernels/attention/arguments.py",
           "if given is not None or causal or self.filled is None:", "if True:", "integrations/test_kv_cache_use.py"),
     Fault("convert replaces a folder that holds its source", "checkpoints/destination.py",
