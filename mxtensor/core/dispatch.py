@@ -81,15 +81,6 @@ def is_strict() -> bool:
     return not torch.compiler.is_dynamo_compiling() and _strict.get()
 
 
-def refuse_if_strict(op: str, reason: str, home: str) -> None:
-    """Raise NotImplementedError if ``op`` would dequantize inside ``strict()``; ``home``: the file for a rule of it."""
-    if is_strict():
-        raise NotImplementedError(
-            f"{op} would dequantize ({reason}), which mx.strict() forbids; "
-            f"a rule for it would go to mxtensor/ops/{home}"
-        )
-
-
 def arguments_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of an op, by name."""
     return {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}

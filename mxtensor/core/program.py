@@ -244,6 +244,29 @@ def without_unused(nodes: Sequence[Node], results: Sequence[Value | None]) -> li
     return out[::-1]
 
 
+def _writes(node: Node) -> set[int]:
+    """The memory, by the numbers of its first tensors, that a step may write: all that it takes, unless it is an op of
+    torch, whose schema says which."""
+    if node.function is None or node.is_allocation:
+        return set()
+    if node.is_launch:
+        return _uses(node)
+    arguments: Any = node.args
+    if hasattr(node.function, "_schema"):
+        schema = node.function._schema.arguments
+        written = {a.name for a in schema if a.alias_info is not None and a.alias_info.is_write}
+        named = zip((a.name for a in schema), node.args, strict=False)
+        arguments = [value for name, value in (*named, *node.kwargs.items()) if name in written]
+    return {value.root for value in _values(arguments)}
+
+
+def is_written(nodes: Sequence[Node], results: Sequence[Value | None]) -> bool:
+    """Whether a step writes each allocation that is needed. Otherwise code wrote it that no step stands for."""
+    nodes = without_unused(nodes, results)
+    written = set().union(*map(_writes, nodes))
+    return all(not n.is_allocation or n.results.at in written or not _bytes(n.geometry) for n in nodes)
+
+
 def program_of(
     nodes: Sequence[Node], inputs: Sequence[Value | None], results: Sequence[Value | None], device: torch.device
 ) -> Program:

@@ -8,11 +8,13 @@ same shapes, strides, dtypes and alignment all of that comes out the same. A ``P
 kernel launches, and nothing else, as one generated function. It holds no tensor.
 
 The recorder records ops of torch by itself. Code that writes memory in another way must call it: ``launch`` for a
-kernel that takes addresses, ``call`` for any other function, ``refuse`` where a later call could not do the same.
+kernel that takes addresses, ``call`` for any other function, ``refuse`` where a later call could not do the same. What
+writes a tensor of its own and tells nobody is noticed: no program is made.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -22,9 +24,10 @@ import torch
 from torch import Tensor
 
 from . import compat
-from .program import Node, Program, Value, geometry, program_of
+from .program import Node, Program, Value, geometry, is_written, program_of
 
 Result = TypeVar("Result")
+_log = logging.getLogger("mxtensor")
 aten = torch.ops.aten
 
 ALLOCATIONS = {
@@ -226,7 +229,10 @@ def record(
         del _recorders[get_ident()]
     if recorder.refusal is None:
         results = [None if t is None else recorder.value_of(t) for t in tensors_of(out)]
+        if not is_written(recorder.nodes, results):
+            recorder.refuse("something writes memory and does not tell the recorder")
     if recorder.refusal is not None:
+        _log.debug("a call is not recorded, and each later one decides anew: %s", recorder.refusal)
         return out, None
     device = next(t.device for t in inputs if t is not None)
     return out, program_of(recorder.nodes, recorder.inputs, results, device)

@@ -1,5 +1,6 @@
 """A recorded program does to other tensors what the call did, or there is none."""
 
+import ctypes
 import threading
 
 import pytest
@@ -260,3 +261,31 @@ def test_what_is_derived_from_an_input_is_looked_up_and_from_a_new_tensor_is_com
         del looked_up[:]
         assert torch.equal(program(other)[0], other * 2 + (other + 1) * 2)
         assert len(looked_up) == 1 and looked_up[0] is other
+
+
+def by_address(source, out):
+    """A copy that torch does not see."""
+    ctypes.memmove(out.data_ptr(), source.data_ptr(), out.nbytes)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_memory_that_native_code_writes_without_a_word_makes_no_program(told):
+    def work(x):
+        doubled, out = x * 2, torch.empty_like(x)
+        if told:
+            recording.call(by_address, doubled, out)
+        else:
+            by_address(doubled, out)
+        return (out,)
+
+    x = torch.randn(5)
+    (out,), program = record(lambda: work(x), [x], tensors_of)
+    assert torch.equal(out, x * 2) and (program is not None) == told
+    if program is not None:
+        other = torch.randn(5)
+        assert torch.equal(program(other)[0], other * 2)
+
+
+def test_memory_without_values_needs_no_writer():
+    _, program = record(lambda: (torch.empty(0, 4),), [torch.randn(2)], tensors_of)
+    assert program is not None and program(torch.randn(2))[0].shape == (0, 4)
