@@ -5,7 +5,8 @@ breaks is one format or one shape, so the quick suite runs a covering sample of 
 at least once (each-choice coverage), with as many different pairs of values as that number of cases holds. A function
 with one parameter, and a list of rows given as one ``parametrize``, are run whole. A test marked ``exhaustive`` is
 never in the sample; of one marked ``exhaustive(quick=3)`` the sample has three cases. ``--suite rest`` is the
-complement, so the two suites together run each test exactly once.
+complement, so the two suites together run each test exactly once. Of a large product that is marked ``pairs``, they run
+each pair of values of two parameters at least once (pairwise coverage), and ``--suite all`` every case.
 
 The sample depends on the cases of one function only: not on ``-k``, on other files, or on the number of processes.
 """
@@ -21,8 +22,9 @@ from typing import Any
 SUITES = ("quick", "rest", "all")
 
 
-def cover(cases: Sequence[Mapping[str, int]]) -> list[int]:
-    """Indices of a small set of ``cases`` that has each value of each parameter, in the order of ``cases``.
+def cover(cases: Sequence[Mapping[str, int]], every_pair: bool = False) -> list[int]:
+    """Indices of a small set of ``cases`` that has each value of each parameter, in the order of ``cases``; with
+    ``every_pair`` also each pair of values of two parameters that is in a case.
 
     A greedy choice: the next case is the one with the most values not covered yet, then the most pairs of values not
     covered yet, then the first. Parameters that always change together (one ``parametrize`` of several names) make one
@@ -32,7 +34,7 @@ def cover(cases: Sequence[Mapping[str, int]]) -> list[int]:
     pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
     missing, missing_pairs = set().union(*values), set().union(*pairs)
     chosen: list[int] = []
-    while missing:
+    while missing or (every_pair and missing_pairs):
         best = max(range(len(cases)), key=lambda i: (len(values[i] & missing), len(pairs[i] & missing_pairs), -i))
         chosen.append(best)
         missing -= values[best]
@@ -89,14 +91,17 @@ def choose(items: Sequence[Any], suite: str, arguments: Iterable[str] = (), root
     for i, item in enumerate(items):
         mark = item.get_closest_marker("exhaustive")
         most = math.inf if mark is None else mark.kwargs.get("quick", 0)
-        if most:
+        if most or item.get_closest_marker("pairs"):
             by_function.setdefault((function_of(item.nodeid), most), []).append(i)
-    quick = set()
+    quick, left_out = set(), set()
     for (_, most), indices in by_function.items():
         parametrized = hasattr(items[indices[0]], "callspec")
         sample = cover(axes([items[i] for i in indices])) if parametrized else range(len(indices))
         quick.update(indices[i] for i in spaced(sample, most))
+        if items[indices[0]].get_closest_marker("pairs"):
+            left_out.update({*indices} - {indices[i] for i in cover(axes([items[i] for i in indices]), True)})
     always = named(arguments, root)
     owners = [{item.nodeid.rsplit("::", n)[0] for n in range(1, item.nodeid.count("::"))} for item in items]
     asked = [bool(always & {function_of(item.nodeid), *owner}) for item, owner in zip(items, owners, strict=True)]
-    return [asked[i] or (i in quick) == (suite == "quick") for i in range(len(items))]
+    mine = quick if suite == "quick" else {*range(len(items))} - quick - left_out
+    return [asked[i] or i in mine for i in range(len(items))]

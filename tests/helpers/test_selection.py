@@ -12,22 +12,22 @@ FORMATS, DTYPES, SHAPES = (tuple(f"{letter}{i}" for i in range(n)) for letter, n
 class Item:
     """What the choice reads of a pytest item: its id, its case, its marks."""
 
-    def __init__(self, nodeid, params=None, names=(), exhaustive=None):
-        self.nodeid, self.exhaustive = nodeid, exhaustive
+    def __init__(self, nodeid, params=None, names=(), **named):
+        self.nodeid, self.named = nodeid, named
         self.marks = [pytest.mark.parametrize(n, []).mark for n in names]
         if params is not None:
             self.callspec = type("CallSpec", (), {"params": params})
 
     def get_closest_marker(self, name):
-        return self.exhaustive.mark if name == "exhaustive" and self.exhaustive else None
+        return self.named[name].mark if name in self.named else None
 
     def iter_markers(self, name):
         return iter(self.marks)
 
 
-def product():
+def product(**marks):
     cases = itertools.product(FORMATS, DTYPES, SHAPES)
-    return [Item(f"a.py::test_f[{'-'.join(c)}]", dict(zip("fds", c, strict=True)), "fds") for c in cases]
+    return [Item(f"a.py::test_f[{'-'.join(c)}]", dict(zip("fds", c, strict=True)), "fds", **marks) for c in cases]
 
 
 def test_every_value_is_in_the_sample_and_pairs_are_spread():
@@ -58,6 +58,19 @@ def test_quick_and_rest_are_all_exactly_once(order):
     assert all(q != r for q, r in zip(quick, rest, strict=True)) and sum(quick) == 11
     whole = [item for item, mine in zip(items, quick, strict=True) if mine and not hasattr(item, "callspec")]
     assert [item.nodeid for item in whole] == ["a.py::test_plain"]
+    assert choose(items, "all") == [True] * len(items)
+
+
+@pytest.mark.parametrize("quick", [0, 3, 99])
+def test_a_product_marked_pairs_has_each_pair_in_one_of_the_suites(quick):
+    items = product(pairs=pytest.mark.pairs, exhaustive=pytest.mark.exhaustive(quick=quick))
+    in_quick, in_rest = choose(items, "quick"), choose(items, "rest")
+    assert not any(q and r for q, r in zip(in_quick, in_rest, strict=True)) and sum(in_quick) == min(quick, 10)
+    run = [item.callspec.params for item, q, r in zip(items, in_quick, in_rest, strict=True) if q or r]
+    assert len(run) <= 50
+    for one, other in itertools.combinations("fds", 2):
+        pairs = [{(case[one], case[other]) for case in cases} for cases in (run, [i.callspec.params for i in items])]
+        assert pairs[0] == pairs[1]
     assert choose(items, "all") == [True] * len(items)
 
 
