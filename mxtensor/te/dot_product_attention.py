@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,7 +189,8 @@ class DotProductAttention(SequenceSplit):
         masks: tuple[Any, ...]
         if self.context_parallel.size > 1:
             self.context_parallel.check(mask_type, q.shape[2], k.shape[2])
-            core, masks = self._of_all_ranks, (mask_type, (left, right), bool(checkpoint_core_attention))
+            core = self.context_parallel.attend
+            masks = mask_type, (left, right), bool(checkpoint_core_attention), self._core
         else:
             seen = visible(mask_type, (left, right), attention_mask, (*q.shape[:3], k.shape[2]), q.device)
             core, masks = self._core, seen
@@ -218,24 +220,14 @@ class DotProductAttention(SequenceSplit):
                 f"needs one batch size, {wanted}, and one length for keys and values"
             )
 
-    def _of_all_ranks(self, q: Tensor, k: Tensor, v: Tensor, mask_type: str, window: Window, as_tensor: bool) -> Tensor:
-        return self.context_parallel.attend(q, k, v, mask_type, window, as_tensor, self._core)
-
     def _core(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: Tensor | None) -> Tensor:
         groups = self.num_attention_heads // self.num_gqa_groups
         dropout = self.attention_dropout if self.training else 0.0
+        attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=self.softmax_scale)
         with self.split.draws() if dropout > 0 else nullcontext():
-            return self._attend(q, k, v, causal, seen, groups, dropout)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: Tensor | None, groups: int, dropout: float
-    ) -> Tensor:
-        if seen is None or isinstance(seen, CausalBias):
-            return F.scaled_dot_product_attention(
-                q, k, v, seen, dropout_p=dropout, is_causal=causal, scale=self.softmax_scale, enable_gqa=groups > 1
-            )
-        if groups > 1:  # torch's memory-efficient kernel accepts masks but no groups
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        blind = ~seen.any(-1, keepdim=True)  # for a row without keys each kernel gives another result
-        y = F.scaled_dot_product_attention(q, k, v, seen | blind, dropout_p=dropout, scale=self.softmax_scale)
-        return y.masked_fill(blind, 0)
+            if seen is None or isinstance(seen, CausalBias):
+                return attend(q, k, v, seen, is_causal=causal, enable_gqa=groups > 1)
+            if groups > 1:  # torch's memory-efficient kernel accepts masks but no groups
+                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            blind = ~seen.any(-1, keepdim=True)  # for a row without keys each kernel gives another result
+            return attend(q, k, v, seen | blind).masked_fill(blind, 0)

@@ -23,26 +23,12 @@ from .tensor_parallel import Init, Parallel
 PARAMS = optional(instance(dict, "a dictionary from names to numbers"))
 
 
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 def _qgelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
 def _srelu(x: Tensor) -> Tensor:
     return F.relu(x).square()
-
-
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _gelu, "gelu_erf": F.gelu, "qgelu": _qgelu, "relu": F.relu, "srelu": _srelu, "silu": F.silu,
-}  # fmt: skip
-
-
-def _gate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return function(first) * second
 
 
 def _clamped_swiglu(x: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0) -> Tensor:
@@ -52,9 +38,18 @@ def _clamped_swiglu(x: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_lin
     return first * torch.sigmoid(alpha * first) * (second + glu_linear_offset)
 
 
+def _gate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return function(first) * second
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": partial(F.gelu, approximate="tanh"), "gelu_erf": F.gelu, "qgelu": _qgelu,
+    "relu": F.relu, "srelu": _srelu, "silu": F.silu,
+}  # fmt: skip
 GATED: dict[str, Callable[..., Tensor]] = {
-    "geglu": partial(_gate, _gelu), "qgeglu": partial(_gate, _qgelu), "reglu": partial(_gate, F.relu),
-    "sreglu": partial(_gate, _srelu), "swiglu": partial(_gate, F.silu), "glu": partial(_gate, torch.sigmoid),
+    "geglu": partial(_gate, PLAIN["gelu"]), "qgeglu": partial(_gate, PLAIN["qgelu"]), "reglu": partial(_gate, F.relu),
+    "sreglu": partial(_gate, PLAIN["srelu"]), "swiglu": partial(_gate, F.silu), "glu": partial(_gate, torch.sigmoid),
     "clamped_swiglu": _clamped_swiglu,
 }  # fmt: skip
 """Functions of both halves of the result of the first product."""

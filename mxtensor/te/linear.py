@@ -104,9 +104,7 @@ class LinearBase(QuantizedModule):
         y = torch.cat([self.product(i, x, weight, bias, now) for i, (weight, bias) in each], -1)
         return self.parallel.out_of(y, full)
 
-    def split_by_style(self, style: Any, mode: str, mesh: Any) -> LinearBase:
-        """Called by the styles of ``mx.parallel`` (``tensor_parallel.py``)."""
-        return split_by_style(self, style, mode, mesh)  # type: ignore[no-any-return]
+    split_by_style = split_by_style
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

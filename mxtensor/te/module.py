@@ -38,10 +38,8 @@ from .product_state import (
     Fp8Meta,
     ProductState,
     WeightShards,
-    distributed_like,
     main_grad_misfit,
     owner,
-    remember,
     share_loaded,
 )
 from .quantizers import quantizers_of
@@ -231,7 +229,10 @@ class QuantizedModule(SplitModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter):
-            remember(name, value, self._sharded)
+            if is_sharded(value):
+                self._sharded[name] = value
+            elif name in self._sharded:  # FSDP2 has gathered it
+                setattr(value, STANDS_FOR, self._sharded[name])
         super().__setattr__(name, value)
 
     def local(self, name: str) -> Any:
@@ -286,7 +287,12 @@ class QuantizedModule(SplitModule):
             parameter = getattr(self, name)
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             init(values)
-            parameter.copy_(distributed_like(values, parameter))
+            whole = values
+            if is_sharded(parameter):
+                from torch.distributed.tensor import distribute_tensor
+
+                whole = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+            parameter.copy_(whole)
             if hasattr(parameter, "get_high_precision_init_val"):
                 preserve(parameter, values)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -135,8 +135,17 @@ class MultiheadAttention(SplitModule, SequenceSplit):
         n, g, d = num_attention_heads, groups, self.kv_channels
         rows = {"query": n * d, "key": g * d, "value": g * d}
         self.projections = SELF[input_layernorm] if attention_type == "self" else CROSS[input_layernorm]
-        of_input = {"init_method": init_method, "parallel_mode": split.mode, **common}
-        self._add_projections(title, hidden_size, rows, of_input, norm)
+        for attribute, names in self.projections.items():
+            layer: type[Any] = LayerNormLinear if attribute.startswith("layernorm_") else Linear
+            made = layer(
+                hidden_size,
+                sum(rows[name] for name in names),
+                parameters_split=None if self._is_fused(attribute) else {name: rows[name] for name in names},
+                name=f"{title}.{attribute}", init_method=init_method, parallel_mode=split.mode,
+                **common, **(norm if layer is LayerNormLinear else {}),
+            )  # fmt: skip
+            made.part_of = title
+            self.add_module(attribute, made)
         of_heads = f"{title}: qk_norm_type", qk_norm_type, d, qk_norm_eps, device, params_dtype, split
         self.q_norm, self.k_norm = normalized_heads(*of_heads), normalized_heads(*of_heads)
         self.qk_norm_before_rope = qk_norm_before_rope
@@ -151,26 +160,6 @@ class MultiheadAttention(SplitModule, SequenceSplit):
         )  # fmt: skip
         self.proj.part_of = title
         self.register_load_state_dict_pre_hook(_from_torch_names)
-
-    def _add_projections(
-        self, title: str, hidden_size: int, rows: Mapping[str, int], options: dict[str, Any], norm: dict[str, Any]
-    ) -> None:
-        """The layers of ``self.projections`` as submodules. ``rows``: the output features of query, key and value;
-        ``norm``: options of the layers that begin with a norm, in addition to ``options``."""
-        for attribute, names in self.projections.items():
-            each = {name: rows[name] for name in names}
-            normed = attribute.startswith("layernorm_")
-            layer: type[Any] = LayerNormLinear if normed else Linear
-            module = layer(
-                hidden_size,
-                sum(each.values()),
-                parameters_split=None if self._is_fused(attribute) else each,
-                name=f"{title}.{attribute}",
-                **options,
-                **(norm if normed else {}),
-            )
-            module.part_of = title
-            self.add_module(attribute, module)
 
     def _is_fused(self, projection: str) -> bool:
         """Whether a projection has one weight parameter; TransformerEngine's ``query_layer`` always does."""
@@ -238,12 +227,10 @@ class MultiheadAttention(SplitModule, SequenceSplit):
 
     # ------------------------------------------------------------------------------------------ heads in a projection
 
-    def _counts(self, names: Sequence[str]) -> list[int]:
-        return [self.num_attention_heads if name == "query" else self.num_gqa_groups for name in names]
-
     def _heads(self, mixed: Tensor, names: Sequence[str]) -> list[Tensor]:
         """(..., channels of all) -> (..., heads, kv_channels) for each name."""
-        counts, groups = self._counts(names), self.num_gqa_groups
+        groups = self.num_gqa_groups
+        counts = [self.num_attention_heads if name == "query" else groups for name in names]
         # Dynamo cannot trace Tensor.unflatten under the torch function mode of autocast.
         if self.qkv_weight_interleaved:
             grouped = torch.unflatten(mixed, -1, (groups, -1, self.kv_channels))

@@ -99,9 +99,6 @@ class FusedAdam(Optimizer):
     def _has_remainder(self, p: Tensor) -> bool:
         return self.store_param_remainders and p.dtype is torch.bfloat16 and not isinstance(local_of(p), MXTensor)
 
-    def _has_master(self, p: Tensor) -> bool:
-        return self.master_weights and (isinstance(local_of(p), MXTensor) or p.itemsize < 4)
-
     def _get(self, p: Tensor, name: str) -> Tensor:
         """The local float32 values of a state; int16 remainders as they are."""
         state: Tensor = local_of(self.state[p][name])
@@ -125,7 +122,7 @@ class FusedAdam(Optimizer):
             self._set(p, name, torch.zeros_like(values))
         if self._has_remainder(p):
             self.state[p][MASTER] = sharded_like(p, torch.zeros_like(values, dtype=torch.int16))
-        elif self._has_master(p):
+        elif self.master_weights and (isinstance(local_of(p), MXTensor) or p.itemsize < 4):
             self._set(p, MASTER, values.clone())
 
     def _master(self, p: Tensor) -> Tensor:
@@ -198,9 +195,9 @@ class FusedAdam(Optimizer):
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def _numbered(self, groups: Any) -> Iterator[tuple[Any, Tensor]]:
-        """(number, parameter) of ``param_groups`` of a state dict."""
+        """(number, parameter) of ``param_groups`` of a state dict; torch reports other numbers of parameters."""
         keys = [key for group in groups for key in group["params"]]
-        return zip(keys, [p for group in self.param_groups for p in group["params"]], strict=True)
+        return zip(keys, [p for group in self.param_groups for p in group["params"]], strict=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Float32 states and int16 remainders; ``scales``: number of a parameter -> name of a state -> its scale."""
@@ -233,9 +230,7 @@ class FusedAdam(Optimizer):
                     self._load(p, name, local_of(value).to(local_of(p).device), scales.get(key, {}).get(name))
 
     def _check_states(self, state_dict: dict[str, Any]) -> None:
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for key, p in zip(keys, params, strict=False):  # torch reports other numbers of parameters
+        for key, p in self._numbered(state_dict["param_groups"]):
             for name, value in state_dict["state"].get(key, {}).items():
                 if name not in self.dtypes or getattr(value, "shape", None) != p.shape:
                     raise ValueError(

@@ -82,8 +82,12 @@ class ProductState:
             return None
         # Identity, version and memory of each parameter. Every in-place write, such as an optimizer step, changes the
         # version; parameter.data = values changes the memory.
-        parameters = [owner(shard) for shard in shards]
-        versions = [(id(p), version(p), local_of(p).data_ptr()) for p in parameters]
+        # A write to a local shard does not change the version of its DTensor.
+        parameters = [(p, local_of(p)) for p in map(owner, shards)]
+        versions = [
+            (id(p), local.data_ptr(), *(-1 if t.is_inference() else t._version for t in (p, local)))
+            for p, local in parameters
+        ]
         made_from = linear_recipe.weight, versions
         if first or self._cached_weight is None or self._cached_weight[0] != made_from:
             with torch.inference_mode(False):
@@ -156,34 +160,9 @@ ADDED = "grad_added_to_main_grad"
 """Megatron's attribute of a parameter: set to True when its gradient has been added to ``main_grad``."""
 
 
-def remember(name: str, value: Any, sharded: dict[str, Any]) -> None:
-    """Record that parameter ``name`` becomes ``value``: a sharded parameter, or the weight gathered from it."""
-    if is_sharded(value):
-        sharded[name] = value
-    elif name in sharded:
-        setattr(value, STANDS_FOR, sharded[name])
-
-
 def owner(weight: Tensor) -> Tensor:
     """The parameter that an optimizer steps for ``weight``: the sharded one that it stands for, or itself."""
     return getattr(weight, STANDS_FOR, weight)
-
-
-def distributed_like(values: Tensor, parameter: Any) -> Tensor:
-    """``values`` of the first rank, sharded like ``parameter``."""
-    if not is_sharded(parameter):
-        return values
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(values, parameter.device_mesh, parameter.placements)
-
-
-def version(parameter: Any) -> int:
-    """A number that every in-place write increases, also a write to the local shard; -1 for an inference tensor."""
-    if parameter.is_inference():
-        return -1
-    local = local_of(parameter)  # writes to it do not change the version of the DTensor
-    return int(parameter._version + (0 if local is parameter else local._version))
 
 
 def main_grad_misfit(parameter: Any) -> str | None:

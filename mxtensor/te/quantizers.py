@@ -180,14 +180,11 @@ class Quantizer:
 
         Raises TypeError for a dtype that cannot be quantized, ValueError for a shape without the needed dimensions.
         """
-        given = (
-            ("shape", shape, SHAPE),
-            ("dtype", dtype, instance(torch.dtype, "a float dtype")),
-            ("device", device, optional(DEVICE)),
-        )
-        flags = ("requires_grad", requires_grad, FLAG), ("pin_memory", pin_memory, FLAG)
-        for name, value, kind in (*given, *flags):
-            check("make_empty", name, value, kind)
+        check("make_empty", "shape", shape, SHAPE)
+        check("make_empty", "dtype", dtype, instance(torch.dtype, "a float dtype"))
+        check("make_empty", "device", device, optional(DEVICE))
+        check("make_empty", "requires_grad", requires_grad, FLAG)
+        check("make_empty", "pin_memory", pin_memory, FLAG)
         x = torch.empty(tuple(shape), dtype=dtype, device="meta")
         empty = partial(Operand.empty, self.cast.format, device=device if device is not None else self.device)
         wanted, size = self._wanted(x), tuple(x.shape)
@@ -356,6 +353,14 @@ class MXFP8Quantizer(Quantizer):
         super().__init__(Cast(row.with_block((32, 32)) if with_2d_quantization else row), rowwise, columnwise)
 
 
+NVFP4_EXCLUDES = (
+    ("row_scaled_nvfp4", "with_rht"), ("row_scaled_nvfp4", "stochastic_rounding"),
+    ("row_scaled_nvfp4", "with_2d_quantization"),
+    ("nvfp4_use_4over6", "with_rht"), ("nvfp4_use_4over6", "stochastic_rounding"),
+)  # fmt: skip
+"""Options of NVFP4Quantizer that do not go together."""
+
+
 class NVFP4Quantizer(Quantizer):
     """NVFP4: 16 values share an E4M3 scale, the tensor has a float32 global scale.
 
@@ -412,13 +417,13 @@ class NVFP4Quantizer(Quantizer):
                 f"NVFP4Quantizer: with_random_sign_mask=False is signs=0, and signs is {signs}; pass only one of them"
             )
         signs = signs if with_random_sign_mask else 0
-        for name, given in (("row_scaled_nvfp4", row_scaled_nvfp4), ("nvfp4_use_4over6", nvfp4_use_4over6)):
-            others = {"with_rht": with_rht, "stochastic_rounding": stochastic_rounding}
-            if name == "row_scaled_nvfp4":
-                others["with_2d_quantization"] = with_2d_quantization
-            for other, wanted in others.items():
-                if given and wanted:
-                    raise ValueError(f"NVFP4Quantizer: {name} and {other} do not go together; use only one of them")
+        wanted = {
+            "row_scaled_nvfp4": row_scaled_nvfp4, "nvfp4_use_4over6": nvfp4_use_4over6, "with_rht": with_rht,
+            "stochastic_rounding": stochastic_rounding, "with_2d_quantization": with_2d_quantization,
+        }  # fmt: skip
+        for name, other in NVFP4_EXCLUDES:
+            if wanted[name] and wanted[other]:
+                raise ValueError(f"NVFP4Quantizer: {name} and {other} do not go together; use only one of them")
         row = FORMATS["nvfp4"].with_block((16, 16) if with_2d_quantization else 16)
         row = row.with_row_scales() if row_scaled_nvfp4 else row
         rounding = Rounding.STOCHASTIC if stochastic_rounding else Rounding.NEAREST

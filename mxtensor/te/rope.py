@@ -80,12 +80,6 @@ class RotaryPositionEmbedding(nn.Module):
         return pairs[:, None, None, :]
 
 
-def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
-    """Each pair (a, b) as (-b, a)."""
-    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
-
-
 ROTATED = Kind(
     "a dense floating-point torch.Tensor of 4 dimensions",
     lambda t: isinstance(t, Tensor) and is_dense_float(t),
@@ -124,5 +118,7 @@ def apply_rotary_pos_emb(
         )
     freqs = freqs[:length] if tensor_format == "sbhd" else freqs[:length].transpose(0, 1)
     x = t[..., :channels].to(torch.promote_types(t.dtype, torch.float32))
-    x = x * freqs.cos() + _rotate_half(x, interleaved) * freqs.sin()
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    rotated = torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
+    x = x * freqs.cos() + rotated * freqs.sin()
     return torch.cat((x.to(t.dtype), t[..., channels:]), -1)

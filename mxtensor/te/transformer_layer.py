@@ -181,7 +181,9 @@ class TransformerLayer(SplitModule, SequenceSplit):
         is_decoder, option = self.layer_type == "decoder", f"layer_type={self.layer_type!r}"
         check_sequences("TransformerLayer", hidden_states, encoder_output, is_decoder, option)
         if not is_decoder:
-            _check_unused(enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size)
+            check("TransformerLayer", "enc_dec_attn_mask", enc_dec_attn_mask, MASK)
+            check("TransformerLayer", "enc_dec_attn_mask_type", enc_dec_attn_mask_type, optional(TEXT))
+            check("TransformerLayer", "enc_dec_window_size", enc_dec_window_size, WINDOW)
         both: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
@@ -193,7 +195,7 @@ class TransformerLayer(SplitModule, SequenceSplit):
         )  # fmt: skip
         if self.parallel_attention_mlp:
             y = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
-            return self._added(attended + y, x, self.drop_path_rate)
+            return self._residual(attended + y, x, self.drop_path_rate, False)
         x = self._residual(attended, x, self.drop_path_rate, self.residual_after_norm and not self.output_layernorm)
         if is_decoder:
             attended = self.inter_attention(
@@ -207,9 +209,6 @@ class TransformerLayer(SplitModule, SequenceSplit):
     def _residual(self, block: Any, x: Tensor, drop_path_rate: float, after_norm: bool) -> Tensor:
         """The output of a block added to its input, or to the result of its norm that it returned too."""
         y, x = block if after_norm else (block, x)
-        return self._added(y, x, drop_path_rate)
-
-    def _added(self, y: Tensor, x: Tensor, drop_path_rate: float) -> Tensor:
         y = F.dropout(y, self.hidden_dropout, self.training)
         if self.training and drop_path_rate > 0.0:
             shape = [1] * y.dim()
@@ -233,6 +232,15 @@ class TransformerLayer(SplitModule, SequenceSplit):
                 "TransformerLayer.from_torch: norm_first=False puts norms after the residual connections; only "
                 "norm_first=True is supported: use torch's module, which autocast quantizes too"
             )
+        activation: Any = module.activation
+        name = TORCH_ACTIVATIONS.get(activation) or TORCH_ACTIVATIONS.get(type(activation))
+        if isinstance(activation, nn.GELU) and activation.approximate == "tanh":
+            name = "gelu"
+        if name is None:
+            raise NotImplementedError(
+                f"TransformerLayer.from_torch: activation {activation!r}; torch's relu, gelu and silu are supported: "
+                "use torch's module, which autocast quantizes too"
+            )
         decoder = isinstance(module, nn.TransformerDecoderLayer)
         weight = module.linear1.weight
         known: dict[str, Any] = {
@@ -242,7 +250,7 @@ class TransformerLayer(SplitModule, SequenceSplit):
             "self_attn_mask_type": "no_mask",
             "layer_type": "decoder" if decoder else "encoder",
             "bias": module.linear1.bias is not None,
-            "activation": _activation_name(module.activation),
+            "activation": name,
             "attn_input_format": "bshd" if module.self_attn.batch_first else "sbhd",
             "params_dtype": weight.dtype,
             "device": weight.device,
@@ -250,13 +258,6 @@ class TransformerLayer(SplitModule, SequenceSplit):
         made = cls(weight.shape[1], weight.shape[0], module.self_attn.num_heads, **(known | options))
         made.load_state_dict(module.state_dict())
         return made.train(module.training)
-
-
-def _check_unused(mask: Any, mask_type: Any, window: Any) -> None:
-    """The arguments of cross-attention, which an encoder does not have."""
-    check("TransformerLayer", "enc_dec_attn_mask", mask, MASK)
-    check("TransformerLayer", "enc_dec_attn_mask_type", mask_type, optional(TEXT))
-    check("TransformerLayer", "enc_dec_window_size", window, WINDOW)
 
 
 ENCODER_NAMES = {
@@ -291,15 +292,3 @@ TORCH_ACTIVATIONS = {
     F.gelu: "gelu_erf", nn.GELU: "gelu_erf",
 }  # fmt: skip
 """Function or class of torch -> the name of the activation here."""
-
-
-def _activation_name(activation: Any) -> str:
-    if isinstance(activation, nn.GELU) and activation.approximate == "tanh":
-        return "gelu"
-    name = TORCH_ACTIVATIONS.get(activation) or TORCH_ACTIVATIONS.get(type(activation))
-    if name is None:
-        raise NotImplementedError(
-            f"TransformerLayer.from_torch: activation {activation!r}; torch's relu, gelu and silu are supported: use "
-            "torch's module, which autocast quantizes too"
-        )
-    return name
