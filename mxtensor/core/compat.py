@@ -58,6 +58,7 @@ would be a dependency. Missing: ``import mxtensor`` fails.
 """
 
 ATTRIBUTES = {
+    "_Unpickler": "of pickle: the one in Python; the memo of the one in C is as large as five bytes of its input say",
     "_apply": "of torch.nn.Module: called by .to(), .cuda() and .float(); no hook of the module is",
     "_base": "the tensor that a view was made of; documented under Tensor Views",
     "_can_decompose": "of an op: whether it is a composite; inference mode hands composites over whole",

@@ -4,6 +4,8 @@ import ast
 import enum
 import importlib
 import inspect
+import io
+import pickle
 import sys
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -220,6 +222,7 @@ def test_the_attributes_of_torchs_objects_are_there():
     assert optimizer._optimizer_load_state_dict_pre_hooks == {} == optimizer._optimizer_load_state_dict_post_hooks
     assert attention._forward_pre_hooks == {} == attention._state_dict_hooks
     assert "_local_tensor" in DTensor.__annotations__
+    assert pickle._Unpickler(io.BytesIO(pickle.dumps([1]))).load() == [1]
     assert "module._distribute_module_applied = True" in inspect.getsource(distribute_module)
     for method in ("_apply", "_save_to_state_dict", "_load_from_state_dict"):
         assert inspect.isfunction(getattr(nn.Module, method))
