@@ -22,7 +22,6 @@ from torch import Tensor
 from ..core.arguments import described
 from ..core.names import dtype_name
 from ..numerics.formats import FORMATS
-from ..recipe.linear_recipe import LinearRecipe
 from ..tensor.mxtensor import MXTensor
 from .global_scale import divides
 from .layout import (
@@ -54,7 +53,7 @@ class Scheme(NamedTuple):
     """The casts of activations, of a recipe that has one."""
     data: str = "weight"
     activation_format: str = ""
-    """The only format of activations that has a name there."""
+    """The format that these casts have, the only one with a name there."""
 
 
 def _args(bits: int, strategy: str, group: int | None, scale: str | None, dynamic: bool | str, **more: Any) -> Any:
@@ -68,7 +67,7 @@ SCHEMES = {
         "weight_packed", "mxfp4_e2m1",
     ),
     "mxfp6_e2m3": Scheme(
-        "mxfp6-pack-quantized", _args(6, "group", 32, "torch.uint8", False), None, "weight_packed", "mxfp6_e2m3"
+        "mxfp6-pack-quantized", _args(6, "group", 32, "torch.uint8", False), None, "weight_packed",
     ),
     "mxfp8_e4m3": Scheme(
         "mxfp8-quantized", _args(8, "group", 32, "torch.uint8", False), _args(8, "group", 32, "torch.uint8", True),
@@ -192,13 +191,6 @@ def _write(name: str, t: MXTensor) -> dict[str, Tensor]:
     return {name.removesuffix("weight") + SCHEMES[t.format.name].data: out.pop(codes), **out}
 
 
-def _activation(recipe: LinearRecipe) -> str | None:
-    """The format to which readers cast activations."""
-    scheme = SCHEMES[recipe.stored.format.name]
-    fits = scheme.activation is not None and scheme.activation_format == format_of_inputs(recipe)
-    return scheme.activation_format if fits else None
-
-
 def _config(written: Written) -> dict[str, Any]:
     kinds: dict[tuple[str, str | None], list[str]] = {}
     for name, recipe in written.weights.items():
@@ -233,7 +225,9 @@ COMPRESSED_TENSORS = Layout(
     stacks_scales=False,  # CompressedTensorsDequantize of transformers 5.23 reads no weight_global_scale of experts
     shared=False,
     row_operations=SPLITS,
-    activation=lambda recipe, every: _activation(recipe),
+    activation=lambda recipe, every: (
+        found if (found := format_of_inputs(recipe)) == SCHEMES[recipe.stored.format.name].activation_format else None
+    ),
     combine=divides,
     scales=SCALES,
     formats=", ".join(SCHEMES),

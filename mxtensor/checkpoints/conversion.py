@@ -34,14 +34,12 @@ from .compressed_tensors import activation_of
 from .destination import check_separate
 from .layout import MERGES, STATIC, Layout, Written, check_shapes
 from .names import Known, check_skip, ends_in, head_modules, is_skipped, model_of, module_of, stays, with_parameters
-from .reading import Checkpoint, Entry, named_dtype
+from .reading import Checkpoint, named_dtype
 from .store import (
     SHARD_BYTES,
     config_files,
     layout_of,
-    merged,
     opened,
-    sink_of,
     store_tensor,
     writable,
 )
@@ -191,33 +189,16 @@ def convert(
         raise TypeError(f"convert: skip must be names of modules, got {described(skip)}; pass a list")
     with opened(source) as checkpoint:
         check_separate(destination, source, *{stored.file for stored in checkpoint.tensors.values()})
-        before, checkpoint.streams = layout_of(checkpoint), True
-        report = Conversion(before.name, chosen.name)
-        entries = before.entries(checkpoint)
-        needed = format is not None or chosen.config is not None  # building a model takes seconds
-        known = Known(model_of(checkpoint.config) if needed else None, entries, checkpoint.config)
-        recipes, written = Recipes(format, skip, known), Written(known)
-        joined = entries if chosen.stacks else ()
-        stacks = StackScales(known, joined, lambda name: checkpoint.load(name, entries[name]))
-        # scales and settings of activations lose what they belong to where another layout names them in another way, or
-        # the configuration of requantized tensors is made anew
-        requantizes = format is not None and bool(chosen.scales)
-        loses = before.config is not None and (before is not chosen or not chosen.static_scales or requantizes)
-        # scales that have names, and the configuration, are written as they are where no codes change
-        preserved = before is chosen and format is None and bool(chosen.scales)
-        casts = _Casts(before, chosen, preserved, recipes, written, report, stacks)
-        with sink_of(chosen, destination, max_shard_bytes, overwrite, checkpoint) as sink:
-            _check_source(checkpoint.path, entries, before.name, chosen.name)
-            rest = {name: entry for name, entry in entries.items() if not (loses and ends_in(name, STATIC))}
-            report.dropped = [name for name in entries if name not in rest]
-            if loses:
-                beside = checkpoint.json(SIDE_FILE).get("quantization")
-                report.dropped += settings("config.json: quantization_config", checkpoint.quantization)
-                report.dropped += settings(f"{SIDE_FILE}: quantization", beside)
-            recipes.warn_of_unmatched(rest)
-            recipes.heads = head_modules(known, rest, checkpoint.config) if include_head else set()
-            casts.check_shapes(checkpoint, rest)
-            quantized = _convert_tensors(checkpoint, rest, casts, sink, progress)
+        checkpoint.streams = True
+        casts = _Casts(checkpoint, layout_of(checkpoint), chosen, format, skip)
+        report, recipes, written = casts.report, casts.recipes, casts.written
+        with chosen.sink(destination, max_shard_bytes, overwrite, checkpoint, chosen.header) as sink:
+            _check_source(checkpoint.path, casts.entries, report.source, chosen.name)
+            recipes.warn_of_unmatched(casts.entries)
+            if include_head:
+                recipes.heads = head_modules(written.known, casts.entries)
+            casts.check_shapes()
+            quantized = _convert_tensors(casts, sink, progress)
             if report.not_finite:
                 warnings.warn(
                     f"convert: {len(report.not_finite)} tensors hold NaN or Inf, such as {report.not_finite[0]}; what "
@@ -225,12 +206,14 @@ def convert(
                     UserWarning,
                     stacklevel=2,
                 )
-            if not quantized and (not chosen.one_file if format is None else not recipes.skips(rest)):
-                _raise_nothing_quantized(checkpoint.path, casts, as_it_is=format is None)
+            if not quantized and (not chosen.one_file if format is None else not recipes.skips(casts.entries)):
+                _raise_nothing_quantized(casts, as_it_is=format is None)
             report.unquantized, report.cast = written.other_casts(chosen.activation)
-            files = (configuration(checkpoint) if preserved else {}) or config_files(chosen, written)
-            files = merged(checkpoint.config, files, checkpoint.path)
-            report.retyped = _retyped(chosen, written, files)
+            files = config_files(chosen, written, checkpoint, configuration(checkpoint) if casts.preserved else {})
+            if not chosen.own_dtypes:
+                config = {} if chosen.config is None else files.get("config.json") or {}  # GGUF has none
+                read = named_dtype(config) or torch.bfloat16
+                report.retyped = [name for name, dtype in written.dtypes.items() if dtype is not read]
             sink.finish(files, checkpoint.path)
     return report
 
@@ -254,29 +237,16 @@ def _check_source(path: Path, entries: Iterable[str], before: str, after: str) -
         )
 
 
-def _retyped(chosen: Layout, written: Written, files: Mapping[str, Any]) -> list[str]:
-    """The quantized tensors whose dtype readers of these ``files`` take from ``config.json``, which has another."""
-    if chosen.own_dtypes:
-        return []
-    config = {} if chosen.config is None else files.get("config.json") or {}  # GGUF has none
-    read = named_dtype(config) or torch.bfloat16
-    return [name for name, dtype in written.dtypes.items() if dtype is not read]
-
-
-def _convert_tensors(
-    checkpoint: Checkpoint, entries: Mapping[str, Entry], casts: _Casts, sink: Any, progress: bool
-) -> bool:
-    """Convert the tensors, one per thread, and store them in their order in ``sink``, which ``sink_of`` made. Returns
-    whether one of them is stored quantized."""
-    layout, report, written = casts.layout, casts.report, casts.written
+def _convert_tensors(casts: _Casts, sink: Any, progress: bool) -> bool:
+    """Convert the tensors, one per thread, and store them in their order in the layout's ``sink``. Returns whether one
+    of them is stored quantized."""
+    checkpoint, entries, layout = casts.checkpoint, casts.entries, casts.layout
+    report, written = casts.report, casts.written
     every = [recipe for recipe in casts.recipes.every if recipe is not None]
     stochastic = any(recipe.stored.rounding is Rounding.STOCHASTIC for recipe in every)
 
-    def work(name: str) -> tuple[Tensor, float | None]:
-        return casts.converted(name, checkpoint.load(name, entries[name]))
-
     quantized = False
-    with closing(in_order(work, list(entries), 1 if stochastic else None)) as results:
+    with closing(in_order(casts.converted, list(entries), 1 if stochastic else None)) as results:
         for name, (new, error) in with_progress(results, "converting", "tensor", len(entries)) if progress else results:
             if error is None and casts.source is layout and layout.unchanged is not None:
                 sink.add(*layout.unchanged(checkpoint, name))
@@ -304,23 +274,40 @@ def _convert_tensors(
 # --------------------------------------------------------------------------------------------- what happens to a tensor
 
 
-@dataclass
 class _Casts:
-    """What happens to the values of a tensor, by the layout and the recipes."""
+    """What happens to each tensor of a checkpoint, which has the layout ``source``, by the ``layout`` to write and the
+    recipes."""
 
-    source: Layout
-    layout: Layout
-    preserved: bool
-    """Whether stored tensors whose codes or values stay are copied."""
-    recipes: Recipes
-    written: Written
-    report: Conversion
-    stacks: StackScales
-    unfit: list[str] = field(default_factory=list)
-    """Tensors with other numbers of dimensions than the layout stores, except for stacks of experts."""
+    def __init__(
+        self, checkpoint: Checkpoint, source: Layout, layout: Layout, format: Config | None, skip: Collection[str]
+    ) -> None:
+        self.checkpoint, self.source, self.layout = checkpoint, source, layout
+        every = source.entries(checkpoint)
+        needed = format is not None or layout.config is not None  # building a model takes seconds
+        known = Known(model_of(checkpoint.config) if needed else None, every, checkpoint.config)
+        self.recipes, self.written = Recipes(format, skip, known), Written(known)
+        joined = every if layout.stacks else ()
+        self.stacks = StackScales(known, joined, lambda name: checkpoint.load(name, every[name]))
+        self.preserved = source is layout and format is None and bool(layout.scales)
+        """Whether stored tensors whose codes or values stay are copied: scales that have names, and the configuration,
+        are written as they are where no codes change."""
+        # scales and settings of activations lose what they belong to where another layout names them in another way, or
+        # the configuration of requantized tensors is made anew
+        requantizes = format is not None and bool(layout.scales)
+        loses = source.config is not None and (source is not layout or not layout.static_scales or requantizes)
+        self.entries = {name: entry for name, entry in every.items() if not (loses and ends_in(name, STATIC))}
+        self.report = Conversion(source.name, layout.name)
+        self.report.dropped = [name for name in every if name not in self.entries]
+        if loses:
+            beside = checkpoint.json(SIDE_FILE).get("quantization")
+            self.report.dropped += settings("config.json: quantization_config", checkpoint.quantization)
+            self.report.dropped += settings(f"{SIDE_FILE}: quantization", beside)
+        self.unfit: list[str] = []
+        """Tensors with other numbers of dimensions than the layout stores, except for stacks of experts."""
 
-    def converted(self, name: str, value: Tensor) -> tuple[Tensor, float | None]:
+    def converted(self, name: str) -> tuple[Tensor, float | None]:
         """The tensor that is stored, and its relative error; None for a tensor whose codes or values stay the same."""
+        value = self.checkpoint.load(name, self.entries[name])
         new = self._stored(name, value)
         if (new is not value or isinstance(value, MXTensor)) and not is_finite(value):
             self.report.not_finite.append(name)
@@ -356,11 +343,11 @@ class _Casts:
             )
         return self.stacks.quantized(name, value, recipe, side)
 
-    def check_shapes(self, checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> None:
+    def check_shapes(self) -> None:
         """Raise NotImplementedError for values that would be quantized in shapes that the layout does not hold."""
         found: dict[str, tuple[Sequence[int], Format]] = {}
-        for name, entry in entries.items():
-            shape = checkpoint.tensors[entry.sources[0]].shape
+        for name, entry in self.entries.items():
+            shape = self.checkpoint.tensors[entry.sources[0]].shape
             side, recipe = self.written.known.orientation(name, shape), self.recipes.of(name)
             if len(entry.sources) > 1 or side is None or recipe is None or not math.prod(shape):  # more: codes, scales
                 continue
@@ -488,9 +475,10 @@ class StackScales:
         return quantize_as(torch.cat([value, row]), recipe, side)[:-1].clone()
 
 
-def _raise_nothing_quantized(path: Path, casts: _Casts, as_it_is: bool) -> NoReturn:
+def _raise_nothing_quantized(casts: _Casts, as_it_is: bool) -> NoReturn:
     """Raise ValueError for a conversion that would write no quantized tensor. ``as_it_is``: it was to quantize none."""
-    layout, left, unfit = casts.layout, casts.report.left, casts.report.stacks + casts.unfit
+    path, layout = casts.checkpoint.path, casts.layout
+    left, unfit = casts.report.left, casts.report.stacks + casts.unfit
     if as_it_is:
         raise ValueError(
             f"convert: {path} has no quantized tensor, and the layout {layout.name} requires them; pass format=, or "

@@ -12,11 +12,11 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from .reading import ENDINGS
 
@@ -25,7 +25,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-Result = TypeVar("Result")
 TEMPLATES = "additional_chat_templates"
 PARTIAL, OLD = ".partial", ".old"
 """Endings of the folder that is being written, and of what it replaces."""
@@ -175,10 +174,11 @@ class Destination:
                 "folder or a new one"
             )
 
-    def checked_write(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        """``call(*arguments)``, whose OSError names the destination: that of a full disk names no file."""
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """An OSError inside names the destination: that of a full disk names no file."""
         try:
-            return call(*arguments)
+            yield
         except OSError as error:
             raise OSError(f"{self.given} cannot be written: {error.strerror or error}") from error
 

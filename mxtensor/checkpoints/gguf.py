@@ -49,13 +49,9 @@ def _reader(gguf: Any) -> Any:
     """gguf's reader. A wrong length in the header is an error; the package would read on for ever."""
 
     class Reader(gguf.GGUFReader):
-        @property
-        def data(self) -> Any:
-            return self._data
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._data = np.asarray(mapped)  # slices of a plain array are ten times as fast as those of a memmap
+        def __setattr__(self, name: str, value: Any) -> None:
+            """The mapped ``data`` becomes a plain array, whose slices are ten times as fast as those of a memmap."""
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
         def _get(self, offset: Any, dtype: Any, count: Any = 1, *rest: Any, **more: Any) -> Any:
             found = super()._get(offset, dtype, count, *rest, **more)
@@ -235,11 +231,16 @@ class GGUFSink(Destination):
     ``path``: a file that ends in ``.gguf``. ``source``: a GGUF file hands on its header: the architecture, the
     tokenizer and all other fields. Without one, the header has the architecture only: tools read the tensors, but
     llama.cpp needs a file that its own converter has made. Raises ValueError for another path, FileExistsError if it
-    exists, unless ``overwrite``.
+    exists, unless ``overwrite``. ``shard_bytes`` and ``header`` are for shards, which GGUF does not have.
     """
 
     def __init__(
-        self, path: str | Path, shard_bytes: int, overwrite: bool = False, source: Checkpoint | None = None
+        self,
+        path: str | Path,
+        shard_bytes: int,
+        overwrite: bool = False,
+        source: Checkpoint | None = None,
+        header: object = None,
     ) -> None:
         if Path(path).suffix != ".gguf":
             raise ValueError(f"the layout gguf is one file; pass a name that ends in .gguf, not {path}")
@@ -257,43 +258,41 @@ class GGUFSink(Destination):
             t = t.detach().to("cpu").contiguous()
             raw = (t if t.dim() else t.reshape(1)).view(torch.uint8)
             self._infos[name] = tuple(raw.shape), raw.numel(), (metadata or {})[name]
-            self.checked_write(self._spool.write, memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
+            with self.named_errors():
+                self._spool.write(memoryview(raw.reshape(-1).numpy()))  # type: ignore[arg-type]
 
     def finish(self, files: Mapping[str, Any], source: Path | None = None) -> None:
         """Write the file and move it to its place. ``files``: ``config.json`` names the architecture. What llama.cpp
         calls the type of the file is guessed from its tensors."""
-        config = files.get("config.json") or {}
-        self.checked_write(self._finish, str(config.get("model_type", "unknown")))
-
-    def _finish(self, architecture: str) -> None:
-        gguf = needs("gguf", "gguf")
-        self._spool.close()
-        fields = {} if self.source is None or self.source.reader is None else self.source.reader.fields
-        keys = gguf.Keys.General
-        key = keys.ARCHITECTURE
-        architecture = fields[key].contents() if key in fields else architecture
-        writer = gguf.GGUFWriter(out := self.folder / "out.gguf", architecture)
-        try:
-            for name, field in fields.items():
-                value, kind = field.contents(), field.types[0]
-                if name.startswith("GGUF.") or name in (key, keys.FILE_TYPE) or value in (None, []):
-                    continue
-                inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(name, value, kind, sub_type=inner)
-                if name == keys.ALIGNMENT:
-                    writer.data_alignment = int(value)
-            writer.add_uint32(keys.FILE_TYPE, int(gguf.LlamaFileType.GUESSED))
-            for name, (shape, size, kind) in self._infos.items():
-                writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, gguf.GGMLQuantizationType[kind])
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            with open(self._spool.name, "rb") as spool:
-                for _, size, _ in self._infos.values():
-                    writer.write_tensor_data(np.fromfile(spool, np.uint8, size))
-        finally:
-            writer.close()
-        self.move(out.name)
+        gguf, config = needs("gguf", "gguf"), files.get("config.json") or {}
+        with self.named_errors():
+            self._spool.close()
+            fields = {} if self.source is None or self.source.reader is None else self.source.reader.fields
+            keys = gguf.Keys.General
+            key = keys.ARCHITECTURE
+            architecture = fields[key].contents() if key in fields else str(config.get("model_type", "unknown"))
+            writer = gguf.GGUFWriter(out := self.folder / "out.gguf", architecture)
+            try:
+                for name, field in fields.items():
+                    value, kind = field.contents(), field.types[0]
+                    if name.startswith("GGUF.") or name in (key, keys.FILE_TYPE) or value in (None, []):
+                        continue
+                    inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+                    writer.add_key_value(name, value, kind, sub_type=inner)
+                    if name == keys.ALIGNMENT:
+                        writer.data_alignment = int(value)
+                writer.add_uint32(keys.FILE_TYPE, int(gguf.LlamaFileType.GUESSED))
+                for name, (shape, size, kind) in self._infos.items():
+                    writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, gguf.GGMLQuantizationType[kind])
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_ti_data_to_file()
+                with open(self._spool.name, "rb") as spool:
+                    for _, size, _ in self._infos.values():
+                        writer.write_tensor_data(np.fromfile(spool, np.uint8, size))
+            finally:
+                writer.close()
+            self.move(out.name)
 
     def __exit__(self, *error: Any) -> None:
         self._spool.close()

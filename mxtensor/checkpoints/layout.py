@@ -28,6 +28,7 @@ from ..tensor.mxtensor import MXTensor
 from .global_scale import STORED, Combine, decoded, multiplies, stored_for
 from .names import Known
 from .reading import Checkpoint, Entry
+from .writing import Header, Sink
 
 NAMED = 5
 """Tensors that a message names."""
@@ -135,7 +136,7 @@ class Layout:
     """JSON files to write for quantized tensors: file name -> what is merged into it."""
     metadata: Callable[[str, Tensor], dict[str, str]] | None = None
     """Entries of the header for a tensor, quantized or not."""
-    header: Callable[[Mapping[str, str]], dict[str, str]] | None = None
+    header: Header | None = None
     """The header of a shard, of the entries of all tensors up to its end; None: the entries of its own tensors."""
     activation: Activation = lambda recipe, every: None
     """(recipe of a weight, those of all weights of a checkpoint) -> the format to which its readers cast activations;
@@ -156,8 +157,8 @@ class Layout:
     """Whether scales of static activations are stored, as tensors of their own name."""
     input_scales: bool = False
     """Whether ``M.input_scale`` beside ``M.weight`` is there what it is in a model with static scales."""
-    sink: Callable[..., Any] | None = None
-    """What writes the file, as ``Sink`` does; None: safetensors."""
+    sink: Callable[..., Any] = Sink
+    """What writes the files: a context manager with ``add`` and ``finish``."""
     dims: tuple[int, ...] = (2,)
     """Dimensions of the tensors that ``convert`` quantizes: 2 for matrices, 3 for stacked experts."""
     whole: Callable[[Format], tuple[int, int]] = lambda format: (1, 1)

@@ -350,7 +350,7 @@ def usual_heads(config: Mapping[str, Any], quantized: Iterable[str], others: Ite
     return [f"{head}.weight" for head in USUAL_HEADS] if tied and not has_head else []
 
 
-def head_modules(known: Known, names: Collection[str], config: Mapping[str, Any]) -> set[str]:
+def head_modules(known: Known, names: Collection[str]) -> set[str]:
     """The modules of tensors with these ``names`` in the files that are heads, or embeddings that share their weight
     with a head.
 
@@ -363,6 +363,6 @@ def head_modules(known: Known, names: Collection[str], config: Mapping[str, Any]
         sources = stored_by_others(known.model)
         every |= {sources[name] for name in tied_layers(known.model, ())}
         return found | {module for name, module in modules.items() if not every.isdisjoint(known.names_of(name))}
-    if not found and config.get("tie_word_embeddings", True):
+    if not found and known.config.get("tie_word_embeddings", True):
         return {module for module in modules.values() if ends_in(module, LOOKUPS)}
     return found

@@ -111,19 +111,16 @@ def state_dict_of(file: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(t, Tensor):
             raise ValueError(f"{file} holds {described(t)} as {name!r:.80}; a state dict has tensors by name")
         known = isinstance(t, MXTensor) or (type(t) in (Tensor, torch.nn.Parameter) and not t.is_quantized)
-        if not _is_torchao(t) and (not known or t.layout is not torch.strided or t.is_meta):
+        stands_in = type(t).__name__ in CLASSES and not isinstance(t, MXTensor)
+        if not stands_in and (not known or t.layout is not torch.strided or t.is_meta):
             raise ValueError(f"{file}, tensor {name}: only dense tensors are supported, got {described(t)}")
     return found
-
-
-def _is_torchao(t: Tensor) -> bool:
-    return type(t).__name__ in CLASSES and not isinstance(t, MXTensor)
 
 
 def _built(t: Tensor) -> Tensor:
     if isinstance(t, MXTensor):
         return t.detach()
-    if not _is_torchao(t):
+    if type(t).__name__ not in CLASSES:
         return t.detach().clone()
     components = {name: vars(t).get(name) for name in ("qdata", "scale", "per_tensor_scale")}
     present = {name: value for name, value in components.items() if value is not None}

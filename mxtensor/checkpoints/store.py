@@ -38,11 +38,13 @@ from .native import NATIVE
 from .pickled import ENDINGS, PICKLED, PICKLES, open_pickled
 from .plain import PLAIN
 from .quark import QUARK
-from .reading import DTYPES, Checkpoint, named_dtype, open_checkpoint, read_json
+from .reading import DTYPES, Checkpoint, named_dtype, open_checkpoint
 from .torchao import TORCHAO
 from .writing import Sink
 
 SHARD_BYTES = 1 << 29
+QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+"""Keys of a ``config.json`` that describe how its checkpoint is quantized."""
 
 LAYOUTS = {
     layout.name: layout
@@ -135,10 +137,10 @@ def save(
         raise TypeError(f"save takes a module or a state dict, not {described(model)}")
     _check_state(state, chosen)
     written = Written(Known(model if isinstance(model, nn.Module) else None, config=config))
-    with sink_of(chosen, path, max_shard_bytes, overwrite, None) as sink:
+    with chosen.sink(path, max_shard_bytes, overwrite, None, chosen.header) as sink:
         for name, value in state.items():
             store_tensor(sink, chosen, written, name, values_of(value))
-        sink.finish(merged(config, config_files(chosen, written), None))
+        sink.finish(config_files(chosen, written))
     _warn_of_casts(chosen, written)
 
 
@@ -191,18 +193,11 @@ def _warn_of_casts(layout: Layout, written: Written) -> None:
         )
 
 
-def sink_of(layout: Layout, path: str | Path, shard_bytes: int, overwrite: bool, source: Checkpoint | None) -> Any:
-    """The sink that writes a layout: a context manager with ``add`` and ``finish``. Raises as ``Destination``."""
-    if layout.sink is not None:
-        return layout.sink(path, shard_bytes, overwrite, source)
-    return Sink(path, shard_bytes, overwrite, source, layout.header)
-
-
 def writable(layout: str, path: str | Path) -> Layout:
     """The layout called ``layout``. Raises ValueError for an unknown one and for a path that it does not have,
     NotImplementedError for one that can only be read."""
     chosen = get_layout(layout)
-    if chosen.sink is None and str(path).endswith(".gguf"):
+    if chosen.sink is Sink and str(path).endswith(".gguf"):
         raise ValueError(f"{path} has the ending of the layout gguf, not of {chosen.name}; pass layout='gguf'")
     if not chosen.one_file and str(path).endswith(".safetensors"):
         raise ValueError(f"the layout {chosen.name} has a config.json; pass a folder, not the file {path}")
@@ -215,7 +210,7 @@ def check_destination(path: str | Path, layout: str, overwrite: bool) -> None:
     """Raise what ``convert`` would raise for a destination that cannot be written, before a source is loaded."""
     chosen = writable(layout, path)
     try:
-        with sink_of(chosen, path, SHARD_BYTES, overwrite, None):
+        with chosen.sink(path, SHARD_BYTES, overwrite):
             pass
     except FileExistsError:
         raise
@@ -269,32 +264,25 @@ def store_tensor(sink: Any, layout: Layout, written: Written, name: str, value: 
     sink.add(stored, {k: v for other in parameters for k, v in metadata(other, value).items()})
 
 
-def config_files(layout: Layout, written: Written) -> dict[str, Any]:
-    """The JSON files of the layout to write beside the ``config.json`` of the model: with its dtype, which most layouts
-    store with no tensor."""
-    model = written.known.model
-    if model is not None:
-        written.others += tied_layers(model, {p for name in written.weights for p in written.known.names_of(name)})
-    else:
-        written.others += usual_heads(written.known.config, written.weights, written.others)
-    files = layout.config(written) if layout.config is not None and written.weights else {}
-    if "config.json" in files and named_dtype(written.known.config) is None:
-        files["config.json"]["dtype"] = dtype_name(written.values.most_common(1)[0][0])  # of most values
-    return files
-
-
-def merged(base: Mapping[str, Any], files: Mapping[str, Any], source: Path | None) -> dict[str, Any]:
-    """The JSON files to write: those of a layout, merged into those of the source; ``base`` is its config.json.
-
-    What describes the quantization of the source is dropped.
-    """
-    config = {k: v for k, v in base.items() if k not in ("quantization_config", "compression_config", "quantization")}
+def config_files(
+    layout: Layout, written: Written, source: Checkpoint | None = None, saved: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The JSON files to write: those of the layout, merged into the ``config.json`` of the model and the files of the
+    ``source``, without what describes the quantization there. ``saved``: files in the place of those of the layout."""
+    known, files = written.known, dict(saved or {})
+    if not files:
+        if known.model is not None:
+            written.others += tied_layers(known.model, {p for name in written.weights for p in known.names_of(name)})
+        else:
+            written.others += usual_heads(known.config, written.weights, written.others)
+        files = layout.config(written) if layout.config is not None and written.weights else {}
+        if "config.json" in files and named_dtype(known.config) is None:  # most layouts store a dtype with no tensor
+            files["config.json"]["dtype"] = dtype_name(written.values.most_common(1)[0][0])  # of most values
+    config = {k: v for k, v in known.config.items() if k not in QUANTIZATION}
     out: dict[str, Any] = {"config.json": config} if config else {}
     for name, content in files.items():
-        before = out.get(name)
-        if before is None and source is not None and source.is_dir() and (source / name).is_file():
-            before = read_json(source / name)
-        out[name] = {**(before or {}), **content}
+        before = out.get(name) or ({} if source is None else source.json(name))
+        out[name] = {**before, **content}
     return out
 
 

@@ -97,7 +97,8 @@ class Sink(Destination):
 
     def _opened(self) -> ShardFile:
         if self._file is None:
-            self._file = self.checked_write(ShardFile, self.folder / f"{len(self.shards) + 1}.safetensors")
+            with self.named_errors():
+                self._file = ShardFile(self.folder / f"{len(self.shards) + 1}.safetensors")
             self._files.append(self._file)
         return self._file
 
@@ -119,7 +120,7 @@ class Sink(Destination):
         while self._jobs and (self._jobs[0][0].done() or self._pending > PENDING):
             self._await_first()
         self._pending += size
-        self._jobs.append((self._writer.submit(self.checked_write, job, *arguments), size))
+        self._jobs.append((self._writer.submit(self.named_errors()(job), *arguments), size))
 
     def _await_first(self) -> None:
         """Wait for the first job. Raises what it has raised."""
@@ -135,33 +136,31 @@ class Sink(Destination):
             self._flush()
         while self._jobs:
             self._await_first()
-        self.checked_write(self._finish, files, source)
-
-    def _finish(self, files: Mapping[str, Any], source: Path | None) -> None:
-        if self.is_file:
-            self.move("1.safetensors")
-            return
-        if source is not None and source.is_dir():
-            for file in sorted(source.iterdir()):
-                if file.is_file() and not file.name.endswith(NOT_COPIED) and file.stat().st_size <= LARGEST_COPY:
-                    shutil.copyfile(file, self.folder / file.name)
-            for inner in folders_of_model(source):
-                (self.folder / inner.name).mkdir()
-                for file in sorted(inner.iterdir()):
-                    if file.is_file():
-                        shutil.copyfile(file, self.folder / inner.name / file.name)
-        for name, content in files.items():
-            (self.folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        weight_map: dict[str, str] = {}
-        for i, tensors in enumerate(self.shards, 1):
-            single = len(self.shards) == 1
-            name = ONE_FILE if single else f"model-{i:05}-of-{len(self.shards):05}.safetensors"
-            os.replace(self.folder / f"{i}.safetensors", self.folder / name)
-            weight_map |= dict.fromkeys(tensors, name)
-        if len(self.shards) > 1:
-            index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        self.move()
+        with self.named_errors():
+            if self.is_file:
+                self.move("1.safetensors")
+                return
+            if source is not None and source.is_dir():
+                for file in sorted(source.iterdir()):
+                    if file.is_file() and not file.name.endswith(NOT_COPIED) and file.stat().st_size <= LARGEST_COPY:
+                        shutil.copyfile(file, self.folder / file.name)
+                for inner in folders_of_model(source):
+                    (self.folder / inner.name).mkdir()
+                    for file in sorted(inner.iterdir()):
+                        if file.is_file():
+                            shutil.copyfile(file, self.folder / inner.name / file.name)
+            for name, content in files.items():
+                (self.folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            weight_map: dict[str, str] = {}
+            for i, tensors in enumerate(self.shards, 1):
+                single = len(self.shards) == 1
+                name = ONE_FILE if single else f"model-{i:05}-of-{len(self.shards):05}.safetensors"
+                os.replace(self.folder / f"{i}.safetensors", self.folder / name)
+                weight_map |= dict.fromkeys(tensors, name)
+            if len(self.shards) > 1:
+                index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+                (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            self.move()
 
     def __exit__(self, *error: Any) -> None:
         try:
@@ -198,14 +197,17 @@ class ShardFile:
             self._waiting = [(name, t) for name, t in self._waiting if t.nbytes % ALIGNED]
             for name, t in ready:
                 self._place(name, t)
-                self._write_all(raw_bytes(t))
+                self._write_all(t)
 
     def _place(self, name: str, t: Tensor) -> None:
         offsets = [self._at, self._at + t.nbytes]
         self._described[name] = {"dtype": stored_dtype(name, t), "shape": list(t.shape), "data_offsets": offsets}
         self._at += t.nbytes
 
-    def _write_all(self, data: memoryview) -> None:
+    def _write_all(self, values: Tensor | bytes) -> None:
+        """Write bytes, or those of a contiguous tensor on the CPU without a copy."""
+        data: Any = values.reshape(-1).view(torch.uint8).numpy() if isinstance(values, Tensor) else values
+        data = memoryview(data)
         while data:
             data = data[self._file.write(data) :]
 
@@ -216,17 +218,17 @@ class ShardFile:
         for name, t in rest:
             self._place(name, t)
             if self._room:
-                self._write_all(raw_bytes(t))
+                self._write_all(t)
         text = json.dumps({"__metadata__": dict(metadata), **self._described}, separators=(",", ":")).encode()
         size = max(self._room - 8, -(-len(text) // ALIGNED) * ALIGNED)
         header = size.to_bytes(8, "little") + text.ljust(size)
         if self._room and len(header) > self._room:
             self._make_room(len(header) - self._room)
         self._file.seek(0)
-        self._write_all(memoryview(header))
+        self._write_all(header)
         if not self._room:
             for _, t in rest:
-                self._write_all(raw_bytes(t))
+                self._write_all(t)
         self._file.close()
 
     def _make_room(self, more: int) -> None:
@@ -236,7 +238,7 @@ class ShardFile:
         with self.path.open("rb", buffering=0) as source:
             source.seek(self._room)
             while data := source.read(CHUNK):
-                self._write_all(memoryview(data))
+                self._write_all(data)
         old.close()
         os.replace(moved, self.path)
 
@@ -254,8 +256,3 @@ def stored_dtype(name: str, t: Tensor) -> str:
     if found is None or t.layout is not torch.strided:
         raise NotImplementedError(f"{name} is {described(t)}, which safetensors cannot store")
     return found
-
-
-def raw_bytes(t: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU; no copy."""
-    return memoryview(t.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,10 +82,6 @@ def _path(text: str) -> str:
     return text if os.path.lexists(text) else os.path.expanduser(text)
 
 
-def _page(text: str) -> Path:
-    return Path(_path(text))
-
-
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 CHECKPOINT = "a folder, a .safetensors or a .gguf file"
 FORMAT = "such as mxfp8, mxfp4-weight-only, nvfp4-weight-only"
@@ -104,7 +99,7 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "page": (
         ("-o", "--output"),
-        {"type": _page, "default": Path("report.html"), "metavar": "FILE", "help": "the page to write (%(default)s)"},
+        {"type": _path, "default": "report.html", "metavar": "FILE", "help": "the page to write (%(default)s)"},
     ),
     "layout": (
         ("--layout",),
@@ -137,7 +132,7 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "plan_file": (
         ("-o", "--output"),
-        {"type": _page, "default": Path("plan.json"), "metavar": "FILE", "help": "the plan to write (%(default)s)"},
+        {"type": _path, "default": "plan.json", "metavar": "FILE", "help": "the plan to write (%(default)s)"},
     ),
     "skip": (
         ("--skip",),

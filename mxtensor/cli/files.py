@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,7 @@ def convert(arguments: argparse.Namespace) -> int:
         )
     report.add_rounding(source.rounded)
     before, after = _size(arguments.source), _size(arguments.output)
-    fields = {
-        "source": report.source, "layout": report.layout, "errors": report.errors, "exact": report.exact,
-        "stepped": report.stepped, "dropped": report.dropped, "unquantized": report.unquantized, "cast": report.cast,
-        "retyped": report.retyped, "stacks": report.stacks, "misread": report.misread, "left": report.left,
-        "not_finite": report.not_finite, "bytes_before": before, "bytes_after": after,
-    }  # fmt: skip
+    fields = asdict(report) | {"bytes_before": before, "bytes_after": after}
     lines = [str(report), *_rounding(arguments.source, source.rounded)]
     lines.append(f"wrote {arguments.output}: {readable_size(after)}, before {readable_size(before)}")
     return show(arguments, "\n".join(lines), fields)
@@ -138,6 +134,8 @@ def compared(a: Tensor, b: Tensor, encoded: Stored | None = None) -> dict[str, A
     }
 
 
+SHOWN = 10
+"""So many tensors, those with the lowest SQNR first, are printed without ``--all``."""
 Rows = dict[str, dict[str, Any]]
 """Name of a tensor -> ``compared``."""
 
@@ -145,13 +143,27 @@ Rows = dict[str, dict[str, Any]]
 def compare(arguments: argparse.Namespace) -> int:
     """``compare``. Tensors are read one pair at a time."""
     rows, missing, bits, rounded = _compared_checkpoints(arguments.a, arguments.b)
-    ordered = dict(sorted(rows.items(), key=lambda item: _quality(item[1])))
-    changed = [name for name, row in ordered.items() if not row["equal"]]
-    worst = next(iter(changed), None)
-    fields = {"tensors": rows, "only_in_one": missing, "equal": len(rows) - len(changed), "bits": bits, "lowest": worst,
+    by_sqnr = sorted(rows, key=lambda name: -math.inf if math.isnan(rows[name]["sqnr_db"]) else rows[name]["sqnr_db"])
+    changed = [name for name in by_sqnr if not rows[name]["equal"]]
+    same = [name for name in rows if rows[name]["equal"]]
+    ordered = {name: rows[name] for name in (*changed, *same)}
+    fields = {"tensors": rows, "only_in_one": missing, "equal": len(same), "bits": bits,
+              "lowest": next(iter(changed), None),
               "rounded": {path: errors for path, errors in rounded.items() if errors}}  # fmt: skip
-    lines = [line for path, errors in rounded.items() for line in _rounding(path, errors)]
-    return show(arguments, "\n".join([_comparison(ordered, changed, missing, bits, arguments.all), *lines]), fields)
+    text = f"{len(same)} of {len(rows)} tensors are equal; B has {bits:.4g} bits per value"
+    if changed:
+        text += f"; lowest SQNR: {_ratio(rows[changed[0]])} dB ({changed[0]})"
+    lines = [
+        (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}")
+        for name, row in ordered.items()
+    ]
+    missed = [f"only in one of them: {visible(name)}" for name in missing]
+    shown = len(rows) + len(missing) if arguments.all else SHOWN
+    table = columns(("tensor", "format of B", "SQNR dB", "max error", "bits"), lines[:shown])
+    hidden = [len(left) - shown for left in (missed, lines)]
+    of_missed, of_lines = ([f"... and {n} more: --all prints them"] if n > 0 else [] for n in hidden)
+    rounding = [line for path, errors in rounded.items() for line in _rounding(path, errors)]
+    return show(arguments, "\n".join([text, *missed[:shown], *of_missed, "", table, *of_lines, *rounding]), fields)
 
 
 def _compared_checkpoints(of_a: str, of_b: str) -> tuple[Rows, list[str], float, dict[str, dict[str, float]]]:
@@ -181,35 +193,6 @@ def _compared_checkpoints(of_a: str, of_b: str) -> tuple[Rows, list[str], float,
             step()
     stored = stored_size(of_b) if paths[1] != Path(of_b) else None  # decoded to bfloat16 for this
     return rows, missing, 8 * size / max(values, 1) if stored is None else stored[0], rounded
-
-
-def _comparison(rows: Rows, changed: list[str], missing: list[str], bits: float, every: bool) -> str:
-    """The text of ``compare``: ``rows`` and, of these, the ``changed`` ones in the order in which they are shown."""
-    text = f"{len(rows) - len(changed)} of {len(rows)} tensors are equal; B has {bits:.4g} bits per value"
-    if changed:
-        text += f"; lowest SQNR: {_ratio(rows[changed[0]])} dB ({changed[0]})"
-    lines = [
-        (name, row["format"], _ratio(row), f"{row['max_error']:.3g}", f"{row['bits']:.4g}")
-        for name, row in rows.items()
-    ]
-    missed = [f"only in one of them: {visible(name)}" for name in missing]
-    shown = len(rows) + len(missing) if every else SHOWN
-    table = columns(("tensor", "format of B", "SQNR dB", "max error", "bits"), lines[:shown])
-    return "\n".join([text, *missed[:shown], *_more(missed[shown:]), "", table, *_more(lines[shown:])])
-
-
-SHOWN = 10
-"""So many tensors, those with the lowest SQNR first, are printed without ``--all``."""
-
-
-def _more(left: Sequence[Any]) -> list[str]:
-    return [f"... and {len(left)} more: --all prints them"] if left else []
-
-
-def _quality(row: dict[str, Any]) -> tuple[bool, bool, float]:
-    """Sorts rows: those whose SQNR is not a number first, then from the lowest SQNR to the highest, then equal ones."""
-    ratio = row["sqnr_db"]
-    return row["equal"], not math.isnan(ratio), 0.0 if row["equal"] or math.isnan(ratio) else ratio
 
 
 def _ratio(row: dict[str, Any]) -> str:

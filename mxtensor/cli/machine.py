@@ -23,7 +23,6 @@ from ..convert.configs import recipe_of
 from ..core.explain import explain
 from ..core.shapes import readable_size
 from ..kernels.runtime import disk_cache, native_build
-from ..recipe.linear_recipe import LinearRecipe
 from ..report.tune import tune as tune_model
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize import quantize
@@ -167,25 +166,19 @@ def products_of(path: str, format: str | None) -> list[Weights]:
     found: dict[tuple[str, bool, int, int], list[str]] = {}
     with opened(path) as checkpoint:
         for name, entry in layout_of(checkpoint).entries(checkpoint).items():
-            used = _recipe(name, checkpoint.load(name, entry), recipe)
-            if used is not None:
-                (n, k), (stored, casts) = used[1], (used[0].stored.format.name, used[0].activation is not None)
+            value, (module, _, leaf) = checkpoint.load(name, entry), name.rpartition(".")
+            used = None
+            if isinstance(value, MXTensor):
+                used = value.recipe
+            elif leaf == "weight" and value.is_floating_point() and not stays(module):
+                used = recipe
+            if used is not None and value.dim() == 2:
+                n, k = value.shape
+                stored, casts = used.stored.format.name, used.activation is not None
                 found.setdefault((stored, casts, n, k), []).append(name)
     if not found:
         raise ValueError(f"{path} has no quantized matrix; pass --format with the format to quantize it to")
     return [Weights(*key, names) for key, names in found.items()]
-
-
-def _recipe(name: str, value: Any, recipe: LinearRecipe | None) -> tuple[LinearRecipe, tuple[int, ...]] | None:
-    """The recipe of a matrix and its shape; None for what no quantized product has."""
-    if value.dim() != 2:
-        return None
-    if isinstance(value, MXTensor):
-        return value.recipe, tuple(value.shape)
-    module, _, leaf = name.rpartition(".")
-    if recipe is None or leaf != "weight" or not value.is_floating_point() or stays(module):
-        return None
-    return recipe, tuple(value.shape)
 
 
 def _model(path: str, products: Iterable[Weights], format: str | None, device: str) -> nn.Module:

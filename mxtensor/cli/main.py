@@ -7,6 +7,7 @@ interrupt, 143 for SIGTERM, 129 for SIGHUP. An error is one line on standard err
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 import threading
@@ -29,13 +30,14 @@ from .output import (
     is_terminal,
     message_of,
     note,
-    quiet_imports,
     visible,
     warnings_as_notes,
 )
 
 NAMES = {"count": "--tokens"}
 """Arguments of functions that an option of the command has another name for."""
+NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers whose warnings are about the imports of another package, when transformers imports it."""
 EXPECTED = (ValueError, TypeError, NotImplementedError, OSError, ImportError, RuntimeError)
 """What a file, a disk or an argument can raise: shown as one line. Anything else is a defect, and has a traceback."""
 
@@ -243,25 +245,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong = f"unrecognized arguments: {' '.join(unknown)}" if unknown else _usage_of(chosen)
         if wrong is not None:
             Parser(prog=f"{top.prog} {chosen.command}").error(wrong)
-        return _done(chosen)
-
-
-def _done(chosen: argparse.Namespace) -> int:
-    """Run a subcommand and return the exit code."""
-    options = _options(chosen.command)
-    quiet_imports()
-    try:
-        with ended_by_signals(), headers_cached(), progress_bars(is_terminal()), warnings_as_notes(options):
-            return int(chosen.run(chosen))
-    except BrokenPipeError:  # what reads the output, such as head, has enough
-        sys.stdout = None  # nothing to flush at the end
-        return FAILED
-    except MemoryError as error:
-        note(f"error: there is not enough memory; {message_of(error)}".removesuffix("; "))
-        return FAILED
-    except EXPECTED as error:
-        note(f"error: {in_options(message_of(error), options)}")
-        return FAILED
-    except KeyboardInterrupt:
-        note("interrupted; the destination was not written" if hasattr(chosen, "output") else "interrupted")
-        return INTERRUPTED
+        options = _options(chosen.command)
+        for name in NOISY:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        try:
+            with ended_by_signals(), headers_cached(), progress_bars(is_terminal()), warnings_as_notes(options):
+                return int(chosen.run(chosen))
+        except BrokenPipeError:  # what reads the output, such as head, has enough
+            sys.stdout = None  # nothing to flush at the end
+            return FAILED
+        except MemoryError as error:
+            note(f"error: there is not enough memory; {message_of(error)}".removesuffix("; "))
+            return FAILED
+        except EXPECTED as error:
+            note(f"error: {in_options(message_of(error), options)}")
+            return FAILED
+        except KeyboardInterrupt:
+            note("interrupted; the destination was not written" if hasattr(chosen, "output") else "interrupted")
+            return INTERRUPTED

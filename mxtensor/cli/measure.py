@@ -18,9 +18,9 @@ from ..convert.model_size import model_size
 from ..convert.quantize import quantize_
 from ..report.model_report import layer_errors, output_errors
 from ..report.page import Measured, page, summary
-from ..report.quality import Quality, evaluate
+from ..report.quality import Quality, evaluate, windows
 from ..tensor.mxtensor import MXTensor
-from .models import filter_without, gguf_file, load_model, load_tokenizer, read_text, stored_size, text_rows
+from .models import filter_without, gguf_file, load_model, load_tokenizer, read_text, stored_size
 from .output import check_page, columns, one_line, progress, show
 
 
@@ -33,12 +33,17 @@ def check_device(device: str) -> None:
 def rows_of(arguments: argparse.Namespace, text: str, tokenizer: Any, model: Any) -> Tensor:
     """The tokens of a text in windows, on the device, by the tokenizer of the model or that of ``--tokenizer``.
 
-    Raises ValueError for tokens that the model does not know.
+    Raises ValueError that names the text for one that is too short, and for tokens that the model does not know.
     """
     if arguments.tokenizer is not None:
         tokenizer = load_tokenizer(arguments.tokenizer)
     path = arguments.path if arguments.tokenizer is None else arguments.tokenizer
-    rows = text_rows(tokenizer, path, arguments.text, text, arguments.tokens, arguments.window)
+    if tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer; pass --tokenizer with a folder that has one")
+    try:
+        rows = windows(tokenizer, text, arguments.tokens, arguments.window)
+    except ValueError as error:
+        raise ValueError(f"{arguments.text if arguments.text != '-' else 'standard input'}: {error}") from error
     vocabulary, largest = model.get_input_embeddings().weight.shape[0], int(rows.max())
     if largest >= vocabulary:
         raise ValueError(
@@ -167,8 +172,8 @@ def report(arguments: argparse.Namespace) -> int:
         sample = f"the tensors of {arguments.inputs}"
     about = {"model before": before, "sample": sample}
     html = page(f"Quantization report of {Path(arguments.path).resolve().name}", about, models)
-    arguments.output.write_text(html, encoding="utf-8")
-    fields = {"page": str(arguments.output), "models": [asdict(m) for m in models], **about}
+    Path(arguments.output).write_text(html, encoding="utf-8")
+    fields = {"page": arguments.output, "models": [asdict(m) for m in models], **about}
     return show(arguments, f"{columns(*summary(models))}\nwrote {arguments.output}", fields)
 
 
@@ -205,7 +210,7 @@ def make_plan(arguments: argparse.Namespace) -> int:
     )
     found.save(arguments.output)
     fields: dict[str, Any] = {
-        "plan": str(arguments.output), "bits": found.bits, "kl": found.error, "values": found.values,
+        "plan": arguments.output, "bits": found.bits, "kl": found.error, "values": found.values,
         "tokens": rows.numel(), "weights": found.formats,
     }  # fmt: skip
     return show(arguments, f"{found}\nwrote {arguments.output}", fields)

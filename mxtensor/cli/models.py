@@ -32,13 +32,14 @@ from ..convert.quantize import quantize_
 from ..convert.weights import KINDS, FilterFn, weights_to_quantize
 from ..integrations import TransformersConfig
 from ..recipe.linear_recipe import LinearRecipe
-from ..report.quality import windows
 from ..tensor.mxtensor import MXTensor
 from ..tensor.quantize_as import quantize_as
 from .output import library_output, note, one_line, status, transformers_quietly
 
 LOADED_AS_IT_IS = ("native", "plain")
 """Layouts that transformers loads with this package."""
+PREFIX = ".mxtensor-gguf-"
+"""Of temporary folders with the model of a GGUF file."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -50,11 +51,11 @@ def loadable(path: str | Path) -> Iterator[Path]:
     """
     file = gguf_file(path)
     if file is not None:
-        with temporary() as folder:
-            saved = save_gguf(file, folder)
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
+            saved = save_gguf(file, Path(name))
             if isinstance(saved, str):
                 raise ValueError(f"{file} cannot be run: {saved}; pass the model as a folder that transformers saved")
-            yield folder
+            yield saved.path
         return
     with opened(path) as checkpoint:
         layout = layout_of(checkpoint).name
@@ -147,19 +148,6 @@ def read_text(file: str) -> str:
         raise ValueError(f"{file} is not a text in UTF-8: {error}") from error
 
 
-def text_rows(tokenizer: Any, path: str, file: str, text: str, tokens: int | None, window: int) -> torch.Tensor:
-    """The first tokens of the text in ``file`` as rows of a window.
-
-    ``path``: the model, for the message if its ``tokenizer`` is None. Raises ValueError that names the file.
-    """
-    if tokenizer is None:
-        raise ValueError(f"{path} has no tokenizer; pass --tokenizer with a folder that has one")
-    try:
-        return windows(tokenizer, text, tokens, window)
-    except ValueError as error:
-        raise ValueError(f"{file if file != '-' else 'standard input'}: {error}") from error
-
-
 # ---------------------------------------------------------------------------------------------- GGUF files
 
 
@@ -182,20 +170,11 @@ def gguf_file(path: str | Path) -> Path | None:
 
 
 @contextmanager
-def temporary(next_to: str | Path | None = None) -> Iterator[Path]:
-    """A folder that is removed at the end. ``next_to``: next to this path, where there is room for a model."""
-    parent = None if next_to is None else Path(next_to).resolve().parent
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".mxtensor-gguf-", dir=parent) as folder:
-        yield Path(folder)
-
-
-@contextmanager
 def without_gguf(path: str | Path, next_to: str | Path | None = None, keeps_codes: bool = True) -> Iterator[Decoded]:
     """The path; for a GGUF file of an architecture that transformers knows, a temporary folder as it saves the model.
 
-    ``keeps_codes``: a file with CODES stays as it is, so that they stay codes. ``next_to``: as in ``temporary``.
+    ``keeps_codes``: a file with CODES stays as it is, so that they stay codes. ``next_to``: the folder is beside this
+    path, where there is room for a model.
     """
     path = Path(path)
     file = gguf_file(path)
@@ -206,8 +185,11 @@ def without_gguf(path: str | Path, next_to: str | Path | None = None, keeps_code
         codes = ", ".join(sorted({stored.dtype for stored in checkpoint.tensors.values()} & CODES.keys()))
     why = f"it holds {codes} codes, which stay codes" if codes and keeps_codes else None
     if why is None:
-        with temporary(next_to) as folder:
-            saved = save_gguf(file, folder)
+        parent = None if next_to is None else Path(next_to).resolve().parent
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as folder:
+            saved = save_gguf(file, Path(folder))
             if isinstance(saved, Decoded):
                 note(f"{file.name} becomes a model of transformers, in bfloat16")
                 yield saved
@@ -236,8 +218,8 @@ def save_gguf(file: Path, folder: Path) -> Decoded | str:
         saved = _save_model(transformers, file, folder)
     except Exception as error:  # a file that transformers does not expect raises anything
         try:
-            with temporary(folder) as place:
-                saved = _save_model(transformers, _decoded(file, place), folder)
+            with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder.resolve().parent) as place:
+                saved = _save_model(transformers, _decoded(file, Path(place)), folder)
         except Exception:
             saved = f"transformers cannot read it ({type(error).__name__}: {one_line(error)[:LONGEST]})"
     if isinstance(saved, str):

@@ -84,8 +84,9 @@ def status(text: str) -> None:
         note(text)
 
 
-def check_page(path: Path) -> None:
+def check_page(file: str) -> None:
     """Raise OSError that names the path if no file can be written there: before what is written is measured."""
+    path = Path(file)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; pass the name of a file")
     if path.exists() and not path.is_file():  # a device or a pipe
@@ -175,16 +176,6 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- libraries
-
-
-NOISY = ("torchao", "torch.utils._pytree")
-"""Loggers whose warnings are about the imports of another package."""
-
-
-def quiet_imports() -> None:
-    """Leave out what packages say about themselves when transformers imports them."""
-    for name in NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def transformers_quietly() -> Any:

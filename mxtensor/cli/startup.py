@@ -20,6 +20,7 @@ def is_command() -> bool:
 
 
 def _without_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """An interrupt is one line, also while torch is imported."""
     if issubclass(kind, KeyboardInterrupt):
         print("mxtensor: interrupted", file=sys.stderr, flush=True)
     else:
@@ -41,11 +42,6 @@ def open_standard_files() -> None:
         sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def prepare() -> None:
-    """Say an interrupt in one line, also while torch is imported, and open the standard files."""
+if is_command():
     sys.excepthook = _without_traceback
     open_standard_files()
-
-
-if is_command():
-    prepare()

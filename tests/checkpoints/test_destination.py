@@ -137,7 +137,7 @@ def test_what_appears_at_the_destination_meanwhile_stays(name, tmp_path):
     (tmp_path / "empty").mkdir()
     with (
         pytest.raises(OSError, match=r"exists; choose another|was empty, and holds other now"),
-        store.sink_of(layout, tmp_path / name, 1 << 20, overwrite=False, source=None) as sink,
+        layout.sink(tmp_path / name, 1 << 20) as sink,
     ):
         store.store_tensor(sink, layout, Written(), "a", torch.ones(3))
         other = tmp_path / name / "other" if "." not in name else tmp_path / name
