@@ -144,11 +144,11 @@ def test_compiled_models_can_have_other_batches(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed")
 @pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
-def test_matrices_are_quantized_in_threads_as_in_one(kind, monkeypatch):
+def test_matrices_are_quantized_in_threads_as_in_one(kind, threads):
     import gguf
 
     array, type_ = torch.randn(37, 64).numpy(), gguf.GGMLQuantizationType[kind]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    threads(5)
     assert (llama_cpp._quantized(array, type_) == gguf.quants.quantize(array, type_)).all()
 
 

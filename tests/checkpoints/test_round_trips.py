@@ -164,6 +164,7 @@ def check_decoded(name, before, after, layout, reports):
 @pytest.mark.parametrize("dtype", DTYPES_HERE, ids=["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.filterwarnings("ignore:convert. [0-9]+ tensors hold NaN or Inf")
+@pytest.mark.pairs
 def test_saved_and_loaded_is_the_same_model(layout, format, cast, dtype, save, tmp_path, capsys):
     path, before, first, said = written(save, layout, format + CASTS[cast], dtype, tmp_path, capsys)
     if layout != "plain":
@@ -201,6 +202,7 @@ PAIRS = [
 @pytest.mark.parametrize(("before", "after", "format"), PAIRS, ids=lambda value: value)
 @pytest.mark.parametrize("cast", ["", "-weight-only"], ids=["cast", "weight-only"])
 @pytest.mark.parametrize("dtype", DTYPES_HERE, ids=["float32", "bfloat16", "float16"])
+@pytest.mark.pairs
 def test_from_layout_to_layout(before, after, format, cast, dtype, tmp_path, capsys):
     source, state, _, _ = written("save", before, format + cast, dtype, tmp_path, capsys)
     out = tmp_path / ("b.gguf" if after == "gguf" else "b")

@@ -15,16 +15,12 @@ import mxtensor as mx
 from mxtensor.compile import defaults
 from mxtensor.compile.graph import ONE, SHARED
 from mxtensor.compile.inference_options import Products
-from mxtensor.kernels.runtime import nvrtc
-from mxtensor.kernels.small_m import launch
 from tests.helpers import cuda_on_cpu
 
-pytestmark = pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
+pytestmark = [
+    pytest.mark.skipif(cuda_on_cpu.compiler() is None, reason="needs a C++ compiler"),
+    pytest.mark.usefixtures("cuda_sources_on_the_cpu"),
+]
 
 
 def one(x, w, out=torch.bfloat16, cast="", bias=None):
@@ -77,20 +73,11 @@ def test_products_of_one_input_are_one_call(rows, format):
         (40, torch.bfloat16, ["wgmma"]),
     ],
 )
-def test_a_merged_call_is_one_launch_and_prepares_its_activations_at_most_once(rows, dtype, kernels, monkeypatch):
-    ran = []
-
-    def function(device, sources, constants, name, *rest):
-        call = cuda_on_cpu.function(device, sources, constants, name, *rest)
-        return lambda *arguments: (ran.append(name), call(*arguments))
-
-    monkeypatch.setattr(nvrtc, "function", function)
-    monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
-    monkeypatch.setattr(launch, "_activations_kernel", launch._activations_kernel.__wrapped__)
+def test_a_merged_call_is_one_launch_and_prepares_its_activations_at_most_once(rows, dtype, kernels, kernels_launched):
     data, scale, global_scale, names = zip(*weights(48, 16, 32), strict=True)
     SHARED(torch.randn(rows, 512).to(dtype), data, scale, names[0], 512, None, global_scale, [None] * 3, 1.0, 1.0,
            dtype, "", "")  # fmt: skip
-    assert ran == kernels
+    assert [name for name, _ in kernels_launched] == kernels
 
 
 def test_products_of_other_inputs_dtypes_or_casts_are_not_merged():

@@ -199,6 +199,7 @@ def check_gradients(name, way, path, recipe, limit):
 @pytest.mark.parametrize("path", ["quantize_", "autocast"])
 @pytest.mark.parametrize(("recipe", "limit"), LIMITS, ids=["mxfp8", "mxfp6", "float8", "nvfp4"])
 @pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.pairs
 def test_gradients_are_within_quantization_error_of_high_precision(name, way, recipe, limit, path):
     check_gradients(name, way, path, recipe, limit)
 

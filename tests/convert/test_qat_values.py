@@ -60,6 +60,7 @@ INPUTS = {  # name: (shape of the input, whether the layer has a bias)
 @pytest.mark.parametrize("activation", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.pairs
 def test_prepare_equals_the_quantized_layer(format, dtype, activation, inputs):
     shape, bias = INPUTS[inputs]
     m = layer(dtype, bias, shape[-1])

@@ -9,7 +9,7 @@ from mxtensor.kernels.attention import cpu_attention
 from mxtensor.kernels.gemm import cpu_codes, cublas, dot_scaled, scaled_mm_contract
 from mxtensor.kernels.quantize import cpu_casts, cuda_both
 from mxtensor.kernels.runtime import cpu_graph, nvrtc, triton_launch
-from mxtensor.kernels.small_m import heuristics
+from mxtensor.kernels.small_m import heuristics, launch
 from tests.helpers import cuda_on_cpu
 
 ASK_A_DEVICE = (devices, cublas, cuda_both, dot_scaled, heuristics, nvrtc, triton_launch)
@@ -72,6 +72,8 @@ def threads():
     before, cpu_casts._pool[:] = cpu_casts._pool[:], []
     yield torch.set_num_threads
     torch.set_num_threads(1)
+    for pool in cpu_casts._pool:
+        pool.shutdown()
     cpu_casts._pool[:] = before
 
 
@@ -116,9 +118,31 @@ def bars_at_once(monkeypatch):
 
 
 @pytest.fixture
+def nothing_resolved():
+    """Launches of products of few rows are resolved anew in this test, and none of its own is left."""
+    for resolved in (launch.resolve, launch._activations_kernel):
+        resolved.cache_clear()
+    yield
+    for resolved in (launch.resolve, launch._activations_kernel):
+        resolved.cache_clear()
+
+
+@pytest.fixture
 def cuda_sources_on_the_cpu(monkeypatch):
     """Launches of CUDA sources run on the CPU."""
     monkeypatch.setattr(nvrtc, "function", cuda_on_cpu.function)
+
+
+@pytest.fixture
+def kernels_launched(nothing_resolved, monkeypatch):
+    """(name, constants) of each launch of a CUDA source, which computes nothing."""
+    launches = []
+
+    def function(device, sources, constants, name, *rest):
+        return lambda *arguments: launches.append((name, constants))
+
+    monkeypatch.setattr(nvrtc, "function", function)
+    return launches
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ The sample depends on the cases of one function only: not on ``-k``, on other fi
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import os
@@ -34,8 +35,18 @@ def cover(cases: Sequence[Mapping[str, int]], every_pair: bool = False) -> list[
     pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
     missing, missing_pairs = set().union(*values), set().union(*pairs)
     chosen: list[int] = []
+
+    def order(i: int) -> tuple[int, int, int]:
+        return -len(values[i] & missing), -len(pairs[i] & missing_pairs), i
+
+    waiting = [order(i) for i in range(len(cases))]
+    heapq.heapify(waiting)
     while missing or (every_pair and missing_pairs):
-        best = max(range(len(cases)), key=lambda i: (len(values[i] & missing), len(pairs[i] & missing_pairs), -i))
+        best = heapq.heappop(waiting)[-1]
+        now = order(best)  # what it adds has become less since it was put there, never more
+        if waiting and now > waiting[0]:
+            heapq.heappush(waiting, now)
+            continue
         chosen.append(best)
         missing -= values[best]
         missing_pairs -= pairs[best]
@@ -98,7 +109,7 @@ def choose(items: Sequence[Any], suite: str, arguments: Iterable[str] = (), root
         parametrized = hasattr(items[indices[0]], "callspec")
         sample = cover(axes([items[i] for i in indices])) if parametrized else range(len(indices))
         quick.update(indices[i] for i in spaced(sample, most))
-        if items[indices[0]].get_closest_marker("pairs"):
+        if suite == "rest" and items[indices[0]].get_closest_marker("pairs"):
             left_out.update({*indices} - {indices[i] for i in cover(axes([items[i] for i in indices]), True)})
     always = named(arguments, root)
     owners = [{item.nodeid.rsplit("::", n)[0] for n in range(1, item.nodeid.count("::"))} for item in items]

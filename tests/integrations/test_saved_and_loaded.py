@@ -197,6 +197,7 @@ def check_outputs(name, format, way, tmp_path):
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt", "torchao", "plain"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.pairs
 def test_other_layouts_have_the_same_values_or_refuse(name, format, layout, tmp_path):
     model, _ = prepared(name, format)
     try:

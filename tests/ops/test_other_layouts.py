@@ -41,6 +41,7 @@ def values(t):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.pairs
 def test_products_of_other_layouts_are_those_of_torch(layout, product, mode):
     w = mx.quantize(torch.randn(64, 96), "mxfp8")
     plain, call = w.dequantize(), PRODUCTS[product]

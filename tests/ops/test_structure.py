@@ -203,6 +203,7 @@ def test_what_cuts_a_block_is_dequantized(format, name):
 @pytest.mark.parametrize("name", [*QUANTIZED, *WHOLE, *CUTTING])
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", *TILED])
+@pytest.mark.pairs
 def test_every_op_gives_the_dense_values(format, orientation, name):
     """Quantized or not. Two copies differ by their rounding: each that is left goes its own way."""
     op = (QUANTIZED | WHOLE | CUTTING)[name]

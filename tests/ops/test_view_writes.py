@@ -65,6 +65,7 @@ def assert_base_is(w, dense, orientation):
 @pytest.mark.parametrize("orientation", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.pairs
 def test_a_write_to_a_view_is_the_write_to_the_values(name, orientation, format, dtype):
     w = tensor(format, orientation, dtype=dtype)
     dense, pointers = w.dequantize(), [t.data_ptr() for t in w.components]

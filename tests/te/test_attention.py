@@ -60,6 +60,7 @@ def allowed(mask_type, window, queries, keys, lengths, arbitrary):
 @pytest.mark.parametrize("sizes", [(7, 7), (5, 8), (8, 5)], ids=str)
 @pytest.mark.parametrize("window", [None, (-1, -1), (2, 1), (2, -1), (-1, 1)], ids=str)
 @pytest.mark.parametrize("mask_type", MASKS)
+@pytest.mark.pairs
 def test_every_mask_type_and_window_hides_its_keys(mask_type, window, sizes):
     queries, keys = sizes
     batch, heads, groups, d = 3, 4, 2, 8

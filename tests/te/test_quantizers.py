@@ -227,6 +227,7 @@ def test_repr_names_the_arguments(quantizer, text):
 @pytest.mark.parametrize("name", STATELESS)
 @pytest.mark.parametrize("usage", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("shape", [(96, 160), (33, 50), (1, 7), (3, 40, 20), (0, 32)], ids=str)
+@pytest.mark.pairs
 def test_the_bits_are_those_of_quantize(name, usage, shape):
     quantizer = STATELESS[name](rowwise=usage != "columnwise", columnwise=usage != "rowwise")
     x = torch.randn(shape, dtype=torch.bfloat16)

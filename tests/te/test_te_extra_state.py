@@ -44,11 +44,11 @@ for kind in (_FormatHelper, Formats, Delayed):
     kind.__module__ = MODULE
 
 
-def as_bytes(monkeypatch, state):
+def as_bytes(state):
     """A pickle that names classes of TransformerEngine, which is not there when it is read."""
     module = types.ModuleType(MODULE)
     vars(module).update({kind.__name__: kind for kind in (_FormatHelper, Formats, Delayed)})
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         for name in ("transformer_engine", "transformer_engine.common"):
             patch.setitem(sys.modules, name, types.ModuleType(name))
         patch.setitem(sys.modules, MODULE, module)
@@ -81,7 +81,7 @@ def trained(layer, recipe, sizes):
     return [torch.stack(amaxes) for amaxes in found if amaxes]
 
 
-def saved(monkeypatch, products, recipe, length):
+def saved(products, recipe, length):
     columns = {"fwd": (0, 1, None), "bwd": (2, None)}
     state = {"recipe": recipe, "extra_fp8_variables": {"num_gemms": len(products)}}
     for (key, order), maximum in zip(columns.items(), recipe.fp8_format.value, strict=True):
@@ -89,7 +89,7 @@ def saved(monkeypatch, products, recipe, length):
         state[f"scale_{key}"], state[f"amax_history_{key}"] = of_passes(
             torch.stack(amaxes, 1), maximum, length, recipe.margin
         )
-    return as_bytes(monkeypatch, state)
+    return as_bytes(state)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def saved(monkeypatch, products, recipe, length):
     ids=["hybrid", "two products", "E4M3", "one row", "a function"],
 )
 @pytest.mark.parametrize("rising", [False, True])
-def test_histories_of_delayed_scaling_go_on(monkeypatch, make, ours, theirs, rising):
+def test_histories_of_delayed_scaling_go_on(make, ours, theirs, rising):
     layer, other = make(), make()
     sizes = [4.0 ** (i if rising else -i) for i in range(STEPS)]
     products = trained(layer, ours, sizes)
-    data = saved(monkeypatch, products, theirs, ours.amax_history_len)
+    data = saved(products, theirs, ours.amax_history_len)
     state = {key: value for key, value in layer.state_dict().items() if key != "_extra_state"}
     assert str(other.load_state_dict(state | {"_extra_state": data})) == "<All keys matched successfully>"
     if ours.amax_compute_algo == "max":  # a pass without gradients has the scales that are in the state
@@ -144,8 +144,8 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_state_without_histories_has_none(monkeypatch, name):
-    assert product_states("Linear", as_bytes(monkeypatch, STATES[name]) if STATES[name] else EMPTY) == {}
+def test_a_state_without_histories_has_none(name):
+    assert product_states("Linear", as_bytes(STATES[name]) if STATES[name] else EMPTY) == {}
     for state in (None, {}, {"extra_fp8_variables": {}}):
         data = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
         assert product_states("Linear", data) == {}

@@ -52,6 +52,7 @@ def conversions(w, dtype):
 @pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS], ids=str)
 @pytest.mark.parametrize("outer", FLOATS, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.pairs
 def test_every_conversion_rounds_once_from_float32(format, outer, dtype):
     for orientation in ("rowwise", "columnwise"):
         w = mx.quantize((3 * torch.randn(4, 64)).to(outer), format, orientation=orientation)

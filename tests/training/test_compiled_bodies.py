@@ -77,6 +77,7 @@ def inside(function, arguments):
 @pytest.mark.parametrize("here", HERE.values(), ids=HERE)
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.pairs
 def test_a_training_step_equals_that_of_eager_code(name, here, outside, wrapped, backend):
     if name == "region" and backend == "eager" and not wrapped and here is outside is None:
         pytest.skip("torch's own op refuses two calls without a fake mode")
@@ -117,6 +118,7 @@ FORMATS = ["mxfp8", "mxfp8-weight-only", "nvfp4", "mxfp4-weight-only", "float8_e
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["cond", "region", "map", "scan", "while_loop"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # from inductor
+@pytest.mark.pairs
 def test_frozen_weights_in_bodies(name, format, backend):
     net = mx.quantize_(model(False), format).requires_grad_(False)
     function = (TRAINED | CALLED)[name]

@@ -31,6 +31,7 @@ def rows_of(shapes, hint=96):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("capability", [(8, 0), HOPPER, BLACKWELL], ids=["sm80", "sm90", "sm100"])
+@pytest.mark.pairs
 def test_both_passes_are_traced_for_any_number_of_rows(device, capability, recipe, dtype):
     if capability == BLACKWELL and recipe is RECIPES["nvfp4"]:
         pytest.skip("its fake tensors need a torch that is built with CUDA")

@@ -15,7 +15,6 @@ from mxtensor.core.kernel import Spec
 from mxtensor.kernels.attention import choose_attention, cpu_attention, triton_attention
 from mxtensor.kernels.attention.arguments import AttentionArgs, Tokens
 from mxtensor.kernels.attention.choose_attention import attention
-from mxtensor.kernels.quantize import cpu_casts as casts
 from mxtensor.kernels.quantize.choose_cast import dequantize_operand
 from mxtensor.kernels.runtime import triton_launch
 from mxtensor.kernels.runtime.native_build import instruction_sets
@@ -87,6 +86,7 @@ def on_device(tokens, device):
 @pytest.mark.parametrize(("call", "mask"), MASKED)
 @pytest.mark.parametrize(("format", "size"), STORED)
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.pairs
 def test_a_kernel_is_attention_of_the_values(kernel, format, call, size, mask):
     batch, heads, group, queries, count = CALLS[call]
     q = torch.randn(batch, heads * group, queries, size[0])
@@ -135,12 +135,12 @@ def test_views_of_larger_memory_are_read_where_they_are():
 
 
 @needs_compiler
-def test_ranges_of_keys_are_joined(monkeypatch, pool):
+def test_ranges_of_keys_are_joined(threads):
     q = torch.randn(1, 2, 1, 64) * 3
     (k, k_values), (v, v_values) = (tokens((1, 1, 2000, 64), "mxfp8", 5) for _ in range(2))
     mask = torch.randn(1, 1, 1, 2000) * 10
     mask[..., :700] = -math.inf  # a whole range
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    threads(4)
     out = cpu_attention.run(q, k, v, args := AttentionArgs(0.125, mask))
     expected = wanted(q, k_values, v_values, args)
     assert (out - expected).abs().max() <= 4e-6 * expected.abs().max()
@@ -225,8 +225,7 @@ def test_what_the_kernel_leaves_to_torch(change, sentence):
         ({"format": "float8_128x128"}, "no decoder"),
     ],
 )  # fmt: skip
-def test_what_the_kernel_for_devices_takes(change, sentence, monkeypatch):
-    monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
+def test_what_the_kernel_for_devices_takes(change, sentence, triton_anywhere):
     call = {"queries": 1, "size": 64, "count": 9, "dtype": torch.float32, "format": "mxfp8", "causal": False} | change
     q = torch.randn(1, 1, call["queries"], call["size"], dtype=call["dtype"])
     shape, none = (1, 1, call["count"], call["size"]), torch.empty(1, 1, 0, call["size"])
@@ -270,26 +269,13 @@ def test_other_instruction_sets_give_the_same(level, monkeypatch):
         assert (out - expected).abs().max() <= 4e-6 * expected.abs().max()
 
 
-@pytest.fixture
-def pool(monkeypatch):
-    """Threads that end with the test."""
-    monkeypatch.setattr(casts, "_pool", threads := [])
-    yield
-    for executor in threads:
-        executor.shutdown()
-
-
 @needs_compiler
-def test_threads_share_heads_and_ranges(pool):
+def test_threads_share_heads_and_ranges(threads):
     q = torch.randn(1, 4, 1, 64)
     (k, _), (v, _) = (tokens((1, 2, 3000, 64), "mxfp8", 7) for _ in range(2))
     one = cpu_attention.run(q, k, v, AttentionArgs(0.2))
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert torch.allclose(cpu_attention.run(q, k, v, AttentionArgs(0.2)), one, rtol=1e-5, atol=1e-6)
-    finally:
-        torch.set_num_threads(before)
+    threads(3)
+    assert torch.allclose(cpu_attention.run(q, k, v, AttentionArgs(0.2)), one, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

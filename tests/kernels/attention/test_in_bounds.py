@@ -40,6 +40,7 @@ def memory(kind, format, batch, heads, tokens, centered):
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "nvfp4", "float8_row"])
 @pytest.mark.parametrize("kind", ["static", "growing"])
+@pytest.mark.pairs
 def test_codes(kind, format, batch, tokens, group, queries):
     k, v = (memory(kind, format, batch, 1, tokens, centered) for centered in (True, False))
     q = torch.randn(batch, queries, group, SIZE).transpose(1, 2)

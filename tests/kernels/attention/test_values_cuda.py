@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from mxtensor.kernels.attention import triton_attention
 from mxtensor.kernels.attention.triton_attention import ranges
-from mxtensor.kernels.runtime import triton_launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,6 +58,7 @@ def wanted(q, k, v, mask, scale):
 @pytest.mark.parametrize("mask", ["none", "bool", "added", "by head", "of a cache"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.pairs
 def test_it_is_attention_of_the_values(call, size, mask):
     pytest.importorskip("triton")
     q, k, v = tensors(call, size)
@@ -126,8 +126,7 @@ GIVEN = {"q": (2, 8, 1, 64), "k": (2, 2, 90, 64), "v": (2, 2, 90, 64), "mask": (
         ({"k": (2, 2, 0, 64), "v": (2, 2, 0, 64)}, False), ({"q": (2, 8, 64)}, False), ({"mask": (90,)}, False),
     ],
 )  # fmt: skip
-def test_which_calls_it_takes(change, taken, monkeypatch):
-    monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
+def test_which_calls_it_takes(change, taken, triton_anywhere):
     given = {name: fake(*shape) for name, shape in (GIVEN | change).items()}
     assert triton_attention.takes(**given) is taken
     assert not triton_attention.takes(**given | {"k": fake(*GIVEN["k"], dtype=torch.float16)})

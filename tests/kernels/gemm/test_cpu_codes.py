@@ -55,6 +55,7 @@ def product(x, w, dtype=None, bias=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
+@pytest.mark.pairs
 def test_every_format_is_multiplied_as_the_definition_says(name, shape, dtype):
     m, n, k = shape
     w, x, bias = mx.quantize(torch.randn(n, k), name).rowwise, torch.randn(m, k).to(dtype), torch.randn(n)
@@ -92,6 +93,7 @@ def test_every_number_of_rows(rows, dtype):
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
+@pytest.mark.pairs
 def test_the_cast_of_activations_is_the_definition(name, dtype, rows):
     format = get_format(name)
     w, x = mx.quantize(torch.randn(40, 160), "mxfp8").rowwise, torch.randn(rows, 160).to(dtype)

@@ -49,6 +49,7 @@ def poisoned():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.pairs
 def test_each_group_is_multiplied_by_its_weight(name, counts, dtype):
     w = mx.quantize(torch.randn(4, 33, 96), name).rowwise
     x = torch.randn(sum(counts) + AFTER, 96).to(dtype)

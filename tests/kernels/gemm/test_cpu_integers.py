@@ -39,6 +39,7 @@ def cast_of(name):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", CASTS)
+@pytest.mark.pairs
 def test_integer_codes_times_activations_cast_to_integers(name, shape, dtype):
     m, n, k = shape
     cast, bias = cast_of(name), torch.randn(n)

@@ -41,6 +41,7 @@ def test_a_stored_operand_is_rescaled_bit_for_bit(tiles, name, cols):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("cols", [256, 300])
 @pytest.mark.parametrize("name", IN_ONE)
+@pytest.mark.pairs
 def test_a_cast_to_rows_is_quantize_then_rescale(tiles, name, cols, dtype):
     x, cast = values(15, cols, dtype), mx.Cast.of(name)
     operand = encode(x, cast)

@@ -41,6 +41,7 @@ def cast(x, format):
 @pytest.mark.parametrize("activation", ["weight_only", "both_quantized"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.pairs
 def test_mm_and_linear_are_the_product_of_the_dequantized_operands(format, dtype, activation):
     act = format if activation == "both_quantized" else None
     dense, x, bias = torch.randn(48, 160).to(dtype), torch.randn(33, 160).to(dtype), torch.randn(48).to(dtype)

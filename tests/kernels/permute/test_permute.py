@@ -35,7 +35,7 @@ def small(monkeypatch):
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(triton_anywhere, monkeypatch):
     """The kernels take tensors on the CPU, where the interpreter runs them; the names of those that were launched."""
     names = []
 
@@ -44,7 +44,6 @@ def launches(monkeypatch):
         triton_launch.launch(kernel, *rest)
 
     monkeypatch.setattr(triton_permute, "launch", launch)
-    monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
     for name in TUPLES:
         kernels = getattr(choose_permutation, name)
         monkeypatch.setattr(choose_permutation, name, tuple(replace(k, device=None) for k in kernels))
@@ -268,33 +267,29 @@ def test_the_host_reads_nothing_from_the_device(map_type, cuda):
         te.moe_permute(x, routing_map, map_type=map_type)
 
 
-def refusal(name, monkeypatch, *operands, op="gather rows"):
-    monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
+def refusal(name, *operands, op="gather rows"):
     tensors = [t for t in operands if isinstance(t, torch.Tensor)]
     return getattr(choose_permutation, name)[0].refuses(choose_permutation._spec(op, tensors), *operands)
 
 
-def test_what_is_left_to_plain_torch(monkeypatch):
+def test_what_is_left_to_plain_torch(triton_anywhere, monkeypatch):
     x, none = torch.randn(4, 8), torch.empty(4, 0)
     choices, row_id_map = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
-    assert refusal("GATHER", monkeypatch, x, choices, 1, None) is None
-    assert refusal("GATHER", monkeypatch, none, choices, 1, None) == "no values"
+    assert refusal("GATHER", x, choices, 1, None) is None
+    assert refusal("GATHER", none, choices, 1, None) == "no values"
     wide = x.to(torch.complex128)
-    assert (
-        refusal("GATHER", monkeypatch, wide, choices, 1, None)
-        == "copies elements of 1, 2, 4 or 8 bytes, not complex128"
-    )
+    assert refusal("GATHER", wide, choices, 1, None) == "copies elements of 1, 2, 4 or 8 bytes, not complex128"
     only = "sums bfloat16, float16 and float32, not float64"
-    assert refusal("MERGE", monkeypatch, x.double(), row_id_map, None, None, None) == only
-    assert refusal("SPREAD", monkeypatch, x, x, row_id_map, None, x[:, :2].double(), (True, True)) == only
+    assert refusal("MERGE", x.double(), row_id_map, None, None, None) == only
+    assert refusal("SPREAD", x, x, row_id_map, None, x[:, :2].double(), (True, True)) == only
     experts = torch.zeros(2, 1025, dtype=torch.int32)
-    assert refusal("MASK", monkeypatch, experts, 3, None) == "is for 1024 experts or chunks, not 1025"
-    assert refusal("CHUNKS", monkeypatch, experts[0], None, None, 3, 3) == "is for 1024 experts or chunks, not 1025"
+    assert refusal("MASK", experts, 3, None) == "is for 1024 experts or chunks, not 1025"
+    assert refusal("CHUNKS", experts[0], None, None, 3, 3) == "is for 1024 experts or chunks, not 1025"
     monkeypatch.setattr(triton_permute, "LARGEST", 100)
-    assert refusal("MASK", monkeypatch, experts, 3, None) == "numbers at most 100 choices"
+    assert refusal("MASK", experts, 3, None) == "numbers at most 100 choices"
     row = torch.empty(60, 2000)
     told = "has 240 programs, a launch at most 100"
-    assert refusal("GATHER", monkeypatch, row, torch.zeros(60, dtype=torch.int32), 1, None) == told
+    assert refusal("GATHER", row, torch.zeros(60, dtype=torch.int32), 1, None) == told
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def scale_of(amax, largest, power_of_two, epsilon):
 @pytest.mark.parametrize("epsilon", [0.0, EPSILON, 100.0, 2.0**-140])
 @pytest.mark.parametrize("quantize", KERNELS)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.pairs
 def test_every_kernel_follows_transformer_engine(name, quantize, epsilon):
     format = get_format(name)
     for amax in AMAXES:

@@ -20,7 +20,7 @@ from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import decode_local, encode
 from tests.helpers.compare import assert_same_operand, assert_same_values
-from tests.kernels.quantize.test_triton_ops import chosen, on_the_interpreters_device
+from tests.kernels.quantize.test_triton_ops import chosen, on_the_interpreters_device  # noqa: F401  (a fixture)
 
 CODES, VALUES = Form.CODES, Form.VALUES
 NAMES = [*FORMATS, "mxfp8[32x32]", "mxfp6[1x64]", "nvfp4[16x16]", "mxfp4[64x64]"]
@@ -244,8 +244,7 @@ def test_the_op_is_what_torch_asks_of_a_custom_op(name):
 @pytest.mark.usefixtures("interpreted")
 @warns
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "float8_tensor"])
-def test_compiled_code_calls_the_op(name, monkeypatch):
-    on_the_interpreters_device(monkeypatch)
+def test_compiled_code_calls_the_op(name, on_the_interpreters_device):  # noqa: F811
     torch._dynamo.reset()
     of, graphs = Cast.of(name), []
     forms = (CODES, CODES) if name == "float8_tensor" else (VALUES, CODES)
@@ -276,10 +275,9 @@ def test_compiled_code_calls_the_op(name, monkeypatch):
 
 @pytest.mark.usefixtures("interpreted")
 @warns
-def test_values_of_a_transposed_source_are_the_columns_of_the_stored_matrix(monkeypatch):
+def test_values_of_a_transposed_source_are_the_columns_of_the_stored_matrix(on_the_interpreters_device):  # noqa: F811
     from mxtensor.kernels.quantize.choose_cast import fake_quantize
 
-    on_the_interpreters_device(monkeypatch)
     x, of = torch.randn(40, 134), Cast.of("mxfp8")
     with mx.explain() as log:
         row, column = cast_pair(x, of, None, VALUES, torch.float32)
@@ -295,8 +293,7 @@ def test_values_of_a_transposed_source_are_the_columns_of_the_stored_matrix(monk
 
 @pytest.mark.usefixtures("interpreted")
 @warns
-def test_eager_calls_go_straight_to_the_kernel(monkeypatch):
-    on_the_interpreters_device(monkeypatch)
+def test_eager_calls_go_straight_to_the_kernel(on_the_interpreters_device, monkeypatch):  # noqa: F811
     monkeypatch.setattr(triton_ops, "cast_pair_op", None)
     x, of = torch.randn(12, 140, requires_grad=True), Cast.of("mxfp8")
     with mx.explain() as log:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.gemm import cpu_codes
 from mxtensor.kernels.quantize import cpu_casts
 from mxtensor.kernels.quantize.choose_cast import dequantize_operand, quantize_operand
 from mxtensor.numerics import reference
@@ -166,11 +165,10 @@ def test_one_scale_byte_throughout(byte):
             assert same_values(cpu_casts._dequantize(operand, dtype), reference.decode(operand, dtype))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("format", ["mxfp6", "mxfp8[32x32]", "nvfp4", "float8_tensor", "float8_row"])
-def test_spans_of_rows_meet_without_a_seam(format, threads, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(cpu_casts, "_pool", [])
+def test_spans_of_rows_meet_without_a_seam(format, count, threads):
+    threads(count)
     x, cast = torch.randn(1001, 384), mx.Cast.of(format)
     ours, expected = cpu_casts._quantize(x, cast), reference.encode(x, cast)
     assert_same(ours, expected)
@@ -242,10 +240,9 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("without", [None, "a compiler"])
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_what_torch_makes_tensors_of_by_default_changes_nothing(default, without, monkeypatch):
+def test_what_torch_makes_tensors_of_by_default_changes_nothing(default, without, request, monkeypatch):
     if without:
-        for module in (cpu_casts, cpu_codes):  # the second asks the first, and keeps its answer
-            monkeypatch.setattr(module, "library", lambda: "there is no C++ compiler")
+        request.getfixturevalue("no_compiler")
     monkeypatch.setattr(cpu_casts, "_FORMATS", {})
     x, w = (torch.randn(rows, 320, dtype=torch.float16) for rows in (5, 288))
 
@@ -344,6 +341,9 @@ class Pool:
     def __init__(self, accepted):
         self.accepted, self.taken = accepted, []
 
+    def shutdown(self):
+        self.accepted = 0
+
     def submit(self, run, *memory):
         if len(self.taken) == self.accepted:
             raise RuntimeError("cannot schedule new futures after shutdown")
@@ -351,18 +351,18 @@ class Pool:
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
-def test_a_pool_that_shuts_down_leaves_the_work_to_the_caller(accepted, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(cpu_casts, "_pool", [Pool(accepted)])
+def test_a_pool_that_shuts_down_leaves_the_work_to_the_caller(accepted, threads):
+    threads(4)
+    cpu_casts._pool.append(Pool(accepted))
     x, cast = torch.randn(1001, 384), mx.Cast.of("nvfp4")
     assert_same(cpu_casts._quantize(x, cast), reference.encode(x, cast))
     for run, memory in cpu_casts._pool[0].taken:  # a thread that comes late finds nothing to do
         run(*memory)
 
 
-def test_an_interrupted_cast_leaves_its_memory_to_the_threads_that_write_to_it(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu_casts, "_pool", [ThreadPoolExecutor(1)])
+def test_an_interrupted_cast_leaves_its_memory_to_the_threads_that_write_to_it(threads):
+    threads(2)
+    cpu_casts._pool.append(ThreadPoolExecutor(1))
     started, finish, alive = threading.Event(), threading.Event(), []
 
     class Memory:
@@ -388,9 +388,9 @@ def test_an_interrupted_cast_leaves_its_memory_to_the_threads_that_write_to_it(m
     assert alive == [True]
 
 
-def test_an_error_in_a_thread_is_raised(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu_casts, "_pool", [ThreadPoolExecutor(1)])
+def test_an_error_in_a_thread_is_raised(threads):
+    threads(2)
+    cpu_casts._pool.append(ThreadPoolExecutor(1))
     other = threading.Event()
 
     def work(first, end):

@@ -38,6 +38,7 @@ def check(x, cast):
 @pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.label)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (40, 31), (17, 160)], ids=str)
+@pytest.mark.pairs
 def test_the_bits_are_those_of_the_definition(shape, dtype, cast):
     for size in (1.0, 1e-40, 1e36):
         x = (torch.randn(shape) * torch.randn(shape[0], 1).mul(4).exp() * size).to(dtype)
@@ -69,7 +70,7 @@ def test_stacks_and_threads():
         torch.set_num_threads(before)
 
 
-def test_other_casts_are_refused_and_run_elsewhere(monkeypatch):
+def test_other_casts_are_refused_and_run_elsewhere(request):
     x, cast = torch.randn(32, 64), Cast.of("nvfp4", four_over_six="mae")
     refuses = cpu_casts.QUANTIZE_NVFP4.refuses
     assert refuses(spec_of(x), x, Cast.of("nvfp4")) == "for four over six and global scales of rows"
@@ -79,7 +80,7 @@ def test_other_casts_are_refused_and_run_elsewhere(monkeypatch):
     assert refuses(spec_of(x), x, wide) == "not for e2m1 in blocks of 1x32"
     assert refuses(spec_of(x.double()), x.double(), cast) == "not for float64"
     assert refuses(spec_of(x[:0]), x[:0], cast) == "no values"
-    monkeypatch.setattr(cpu_casts, "nvfp4_library", lambda: "there is no C++ compiler")
+    request.getfixturevalue("no_compiler")
     assert refuses(spec_of(x), x, cast) == "there is no C++ compiler"
     for y, each in ((x, cast), (stack, tiles), (x, wide), (x.double(), cast)):
         made, wanted = quantize_operand(y, each), encode(y, each)

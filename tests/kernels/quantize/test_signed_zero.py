@@ -66,6 +66,7 @@ def test_codes_by_hand(name, quantize, dtype):
         (1e30, -1e-30),  # the block scale underflows to zero in blocks without the largest value
     ],
 )
+@pytest.mark.pairs
 def test_zeros_of_every_origin(largest, other, name, quantize, dtype):
     x = torch.full((32, 80), other, dtype=dtype)
     x[3, 5], x[::2, 16:32] = largest, -0.0

@@ -45,8 +45,8 @@ def without_cpp(monkeypatch):
 @pytest.fixture
 def thin_slices(monkeypatch):
     """A slice ends every 24 rows or so, and the last one is short."""
-    monkeypatch.setattr(definition, "ENCODE_SLICE", 24 * COLS)
-    monkeypatch.setattr(definition, "DECODE_SLICE", 24 * COLS)
+    for name in ("ENCODE_SLICE", "DECODE_SLICE"):
+        monkeypatch.setattr(definition, name, 24 * COLS)
 
 
 def values(rows=ROWS, cols=COLS, specials=True):
@@ -141,6 +141,7 @@ def operand_of_codes(name, rows=384, cols=384, nan_codes=True, scales=SCALES):
 @each_dtype
 @each_format
 @pytest.mark.parametrize("nan_codes", [True, False])
+@pytest.mark.pairs
 def test_blocked_dequantize_is_decode(name, dtype, nan_codes, thin_slices):
     operand = operand_of_codes(name, nan_codes=nan_codes)
     with explain() as log:

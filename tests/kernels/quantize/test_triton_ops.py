@@ -10,7 +10,6 @@ import mxtensor as mx
 from mxtensor import FORMATS, Cast, get_format
 from mxtensor.kernels.quantize import choose_cast, choose_pair, triton_ops
 from mxtensor.kernels.quantize.triton_common import slow_in_one_pass
-from mxtensor.kernels.runtime import triton_launch
 from mxtensor.numerics.formats import FULL
 from mxtensor.numerics.reference import decode, decode_local, encode
 from tests.helpers.compare import assert_same_operand, assert_same_values
@@ -23,9 +22,9 @@ each_format = pytest.mark.parametrize("name", NAMES)
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def on_the_interpreters_device(monkeypatch):
+@pytest.fixture
+def on_the_interpreters_device(interpreted, triton_anywhere, monkeypatch):
     """The Triton casts accept tensors on the CPU, where the interpreter runs them."""
-    monkeypatch.setattr(triton_launch, "missing", lambda spec: None)
     tuples = {choose_cast: ("QUANTIZE", "FAKE_QUANTIZE", "DEQUANTIZE"), choose_pair: ("QUANTIZE_BOTH", "PAIR")}
     for module, names in tuples.items():
         for name in names:
@@ -159,9 +158,8 @@ def test_the_ops_give_what_the_reference_gives(name):
 @interpreter
 @warns
 @pytest.mark.parametrize("name", ["mxfp8", "mxint8", "nvfp4"])
-def test_compiled_code_calls_the_ops(name, monkeypatch):
+def test_compiled_code_calls_the_ops(name, on_the_interpreters_device):
     """A traced graph, run: its casts are the custom ops, with the cast as strings."""
-    on_the_interpreters_device(monkeypatch)
     torch._dynamo.reset()
     of = Cast.of(name, "floor")
     graphs = []
@@ -186,9 +184,8 @@ def test_compiled_code_calls_the_ops(name, monkeypatch):
 
 @interpreter
 @warns
-def test_eager_calls_go_straight_to_the_kernels(monkeypatch):
+def test_eager_calls_go_straight_to_the_kernels(on_the_interpreters_device, monkeypatch):
     """A custom op costs more host time than a small cast; the results are the same."""
-    on_the_interpreters_device(monkeypatch)
     for op in ("quantize_op", "quantize_both_op", "fake_quantize_op", "dequantize_op"):
         monkeypatch.setattr(triton_ops, op, None)
     x, of = torch.randn(12, 140, requires_grad=True), Cast.of("mxfp8")

@@ -19,13 +19,12 @@ needs_compiler = pytest.mark.skipif(native_build.compiler() is None, reason="nee
 
 
 @pytest.fixture
-def home(monkeypatch, tmp_path):
+def home(own_cache, monkeypatch, tmp_path):
     """The parent of the cache folder, which does not exist yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(disk_cache, "warn_once", disk_cache.warn_once.__wrapped__)  # in each test anew
     (tmp_path / "process").mkdir(mode=0o700)
     monkeypatch.setattr(disk_cache, "_of_this_process", lambda: SimpleNamespace(name=str(tmp_path / "process")))
-    return tmp_path / "cache"
+    return own_cache
 
 
 @pytest.fixture
@@ -198,7 +197,7 @@ def test_a_library_that_was_cut_short_is_built_again(source, left, logged, home)
 
 
 @needs_compiler
-def test_a_library_without_the_functions_is_built_again_or_a_sentence(source, home, tmp_path, monkeypatch, logged):
+def test_a_library_without_the_functions_is_built_again_or_a_sentence(source, home, tmp_path, logged):
     empty = tmp_path / "empty.cpp"
     empty.write_text("")
     native_build.load(empty, FLAGS)

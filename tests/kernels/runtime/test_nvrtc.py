@@ -123,11 +123,10 @@ def test_casts_of_activations_compile(capability, tmp_path):
         assert {stack for _, stack in resources(code, tmp_path).values()} == {0}
 
 
-def test_compiled_code_is_cached_on_disk(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_compiled_code_is_cached_on_disk(own_cache):
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 2), ("TILE_ROWS", 0), ("CAST", 0))
     code = nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
-    (file,) = tmp_path.rglob("*.cubin")
+    (file,) = own_cache.rglob("*.cubin")
     assert file.read_bytes() == code and file.stat().st_mode & 0o777 == 0o600
     stem, marked = file.stem.rpartition("-")[0], b"cached"
     file.unlink()
@@ -136,20 +135,18 @@ def test_compiled_code_is_cached_on_disk(monkeypatch, tmp_path):
     assert nvrtc.compiled(ACTIVATION_SOURCES, row, (8, 0)) != marked
 
 
-def test_a_home_that_cannot_be_written_is_not_an_obstacle(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+def test_a_home_that_cannot_be_written_is_not_an_obstacle(own_cache):
+    own_cache.touch()
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 1), ("TILE_ROWS", 0), ("CAST", 0))
     assert nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
 
 
 @pytest.mark.exhaustive(quick=1)
 @pytest.mark.parametrize("damage", ["cut", "other bytes", "others can write it", "a folder"])
-def test_cached_code_that_cannot_be_trusted_is_compiled_again(damage, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_cached_code_that_cannot_be_trusted_is_compiled_again(damage, own_cache):
     row = (("ELEMENT", "E4M3"), ("X", "BFLOAT16"), ("X_COPY", 4), ("TILE_ROWS", 0), ("CAST", 0))
     code = nvrtc.compiled(ACTIVATION_SOURCES, row, SM90)
-    (file,) = tmp_path.rglob("*.cubin")
+    (file,) = own_cache.rglob("*.cubin")
     if damage == "others can write it":
         file.chmod(0o666)
     elif damage == "a folder":

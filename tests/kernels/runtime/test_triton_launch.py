@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mxtensor import Cast, get_format
-from mxtensor.core import compat, devices
+from mxtensor.core import compat
 from mxtensor.core.kernel import Spec
 from mxtensor.kernels.quantize import triton_columns, triton_rows
 from mxtensor.kernels.quantize import triton_common as tiles
@@ -52,25 +52,22 @@ def device(monkeypatch):
     """A device on which kernels are compiled; ``index``: the current one; ``hooks``: who wants to know of launches."""
     state = SimpleNamespace(index=0, hooks=[])
     hook = SimpleNamespace(calls=state.hooks)
-    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
-    monkeypatch.setattr(compat, "current_cuda_device", lambda: state.index)
-    monkeypatch.setattr(compat, "current_cuda_stream", lambda index: f"stream {index}")
-    monkeypatch.setattr(triton_launch, "_hooks", lambda: (hook, hook))
-    monkeypatch.setattr(triton_launch, "_compiled", {})
+    for owner, name, value in (
+        (triton_launch, "interpreted", lambda: False),
+        (compat, "current_cuda_device", lambda: state.index),
+        (compat, "current_cuda_stream", lambda index: f"stream {index}"),
+        (triton_launch, "_hooks", lambda: (hook, hook)),
+        (triton_launch, "_compiled", {}),
+    ):
+        monkeypatch.setattr(owner, name, value)
     return state
 
 
 @pytest.fixture
-def pretend(monkeypatch):
-    """A CUDA build of torch with Triton, and a device of this capability."""
-    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(torch.version, "hip", None)
-
-    def capability(*of):
-        monkeypatch.setattr(devices, "device_capability", lambda device: of)
-
-    capability(9, 0)
-    return capability
+def a_gpu(with_triton):
+    """A CUDA build of torch with Triton, and a device of sm_90, or of the capability that it is called with."""
+    with_triton((9, 0))
+    return lambda *capability: with_triton(capability)
 
 
 # ---------------------------------------------------------------------------------------------- launch
@@ -181,31 +178,30 @@ def spec(device=CUDA, dtype=torch.bfloat16, shape=(8, 64)):
     return Spec("quantize", (shape,), (dtype,), dtype, device)
 
 
-def test_a_device_that_can_run_triton_is_not_refused(pretend):
+def test_a_device_that_can_run_triton_is_not_refused(a_gpu):
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-        pretend(*capability)
+        a_gpu(*capability)
         assert triton_launch.missing(spec()) is None
 
 
-def test_a_tensor_elsewhere_is_refused(pretend):
+def test_a_tensor_elsewhere_is_refused(a_gpu):
     assert triton_launch.missing(spec(torch.device("cpu"))) == "runs on cuda, this tensor is on cpu"
     assert triton_launch.missing(spec(torch.device("meta"))) == "runs on cuda, this tensor is on meta"
 
 
-def test_an_old_device_is_refused_by_its_capability(pretend):
-    pretend(7, 5)
+def test_an_old_device_is_refused_by_its_capability(a_gpu):
+    a_gpu(7, 5)
     assert triton_launch.missing(spec()) == "Triton needs sm80, this device is sm75"
 
 
-def test_a_build_without_triton_and_one_for_rocm_are_refused(pretend, monkeypatch):
+def test_a_build_without_triton_and_one_for_rocm_are_refused(a_gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "this build of torch is for ROCm" in triton_launch.missing(spec())
     monkeypatch.setattr(triton_launch, "_installed", lambda: False)
     assert triton_launch.missing(spec()) == "triton is not installed"
 
 
-def test_the_interpreter_has_the_instructions_of_no_device(monkeypatch):
-    monkeypatch.setattr(triton_launch, "device_capability", lambda device: (9, 0))
+def test_the_interpreter_has_the_instructions_of_no_device(a_gpu, monkeypatch):
     for interpreted, capability in ((False, (9, 0)), (True, (0, 0))):
         monkeypatch.setattr(triton_launch, "interpreted", lambda now=interpreted: now)
         assert triton_launch.instructions_of(CUDA) == capability
@@ -222,8 +218,8 @@ def test_float8_is_rounded_by_instructions_from_sm89_on():
 # ---------------------------------------------------------------------------------------------- what casts refuse
 
 
-def test_casts_refuse_what_no_triton_kernel_runs(pretend):
-    pretend(7, 0)
+def test_casts_refuse_what_no_triton_kernel_runs(a_gpu):
+    a_gpu(7, 0)
     x, cast = torch.randn(8, 64), Cast.of("mxfp8")
     sentence = "Triton needs sm80, this device is sm70"
     assert triton_rows.refuses_quantize(spec(), x, cast) == sentence
@@ -233,7 +229,7 @@ def test_casts_refuse_what_no_triton_kernel_runs(pretend):
     assert triton_rows.refuses_dequantize(spec(), operand, torch.bfloat16) == sentence
 
 
-def test_casts_accept_every_format_and_dtype_but_float64(pretend):
+def test_casts_accept_every_format_and_dtype_but_float64(a_gpu):
     x = torch.randn(8, 64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert triton_rows.refuses_quantize(spec(dtype=dtype), x, Cast.of("mxfp8")) is None
@@ -244,20 +240,20 @@ def test_casts_accept_every_format_and_dtype_but_float64(pretend):
     assert reason == "not for float64"
 
 
-def test_a_tensor_without_values_is_refused(pretend):
+def test_a_tensor_without_values_is_refused(a_gpu):
     for shape in ((0, 64), (8, 0)):
         reason = triton_rows.refuses_quantize(spec(shape=shape), torch.empty(shape), Cast.of("mxfp8"))
         assert reason == "the tensor is empty"
 
 
 @pytest.mark.parametrize("name", ["mxfp8[32x32]", "float8_row", "float8_tensor", "float8_128x128"])
-def test_two_copies_are_made_of_blocks_along_rows_only(name, pretend):
+def test_two_copies_are_made_of_blocks_along_rows_only(name, a_gpu):
     reason = triton_columns.refuses_both(spec(), torch.randn(8, 64), Cast.of(name))
     assert reason == "makes both copies of blocks along rows only"
     assert triton_columns.refuses_both(spec(), torch.randn(2, 4, 64), Cast.of("mxfp8")) == "matrices only"
 
 
-def test_an_exported_program_has_no_triton_in_it(pretend, monkeypatch):
+def test_an_exported_program_has_no_triton_in_it(a_gpu, monkeypatch):
     monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
     reason = triton_rows.refuses_quantize(spec()._replace(traced=True), torch.randn(8, 64), Cast.of("mxfp8"))
     assert reason == "an exported program holds aten ops only"

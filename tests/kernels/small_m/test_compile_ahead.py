@@ -3,7 +3,6 @@
 import torch
 
 import mxtensor as mx
-from mxtensor.kernels.runtime import nvrtc
 from mxtensor.kernels.small_m import launch
 from mxtensor.kernels.small_m.config import LaunchConfig
 from mxtensor.kernels.small_m.launch import kernels_of
@@ -13,23 +12,14 @@ WGMMA = LaunchConfig(1, 2, 4, 1, 4, 4, 1, 1, False, True, 2)
 CPU = torch.device("cpu")
 
 
-def test_the_kernels_are_those_that_a_product_launches(monkeypatch):
-    asked = []
-
-    def function(device, sources, constants, name, *rest):
-        asked.append((name, constants))
-        return lambda *call: None
-
-    monkeypatch.setattr(nvrtc, "function", function)
-    for cached in ("resolve", "_activations_kernel"):  # no later test gets this function
-        monkeypatch.setattr(launch, cached, getattr(launch, cached).__wrapped__)
+def test_the_kernels_are_those_that_a_product_launches(kernels_launched):
     for name, k in (("mxfp8", 640), ("mxfp4", 352), ("nvfp4", 640)):
         w, x = mx.quantize(torch.randn(48, k), name).rowwise, torch.randn(3, k).bfloat16()
         weights = [launch.Weight(w.data, w.scale, w.global_scale, None)]
         for config in (PIPELINED, WGMMA):
-            asked.clear()
+            kernels_launched.clear()
             launch.launch(x, weights, w.format, k, None, None, 1.0, 1.0, torch.bfloat16, None, config)
-            product = {kernel for kernel in asked if kernel[0] == config.kind}
+            product = {kernel for kernel in kernels_launched if kernel[0] == config.kind}
             assert kernels_of(CPU, w.format, [(3, 48, k, config, None)]) == product and len(product) == 1
 
 

@@ -44,7 +44,7 @@ MXFP8, CPU = mx.FORMATS["mxfp8"], torch.device("cpu")
 
 
 @pytest.fixture
-def usual_path_only(monkeypatch, tmp_path):
+def usual_path_only(nothing_resolved, monkeypatch, tmp_path):
     """Kernels whose second path, for any scales and codes, gives no sums, so that a test notices it."""
     call = "        multiply_any_scales(a, w, sums"
     text = (nvrtc.SOURCES / "wgmma.cu").read_text()
@@ -54,7 +54,6 @@ def usual_path_only(monkeypatch, tmp_path):
         (tmp_path / source.name).write_text(changed if source.name == "wgmma.cu" else source.read_text())
     monkeypatch.setattr(nvrtc, "SOURCES", tmp_path)
     monkeypatch.setattr(cuda_on_cpu, "library", cuda_on_cpu.library.__wrapped__)
-    monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
 
 
 @needs_compiler
@@ -208,26 +207,17 @@ def test_several_weights_of_one_input_in_one_launch(config, format):
 # ---------------------------------------------------------------------------------------------- launches and choice
 
 
-def test_a_product_is_one_launch_without_scratch_memory(monkeypatch):
-    names = []
-
-    def function(device, sources, constants, name, *rest):
-        names.append(name)
-        return lambda *arguments: None
-
-    monkeypatch.setattr(nvrtc, "function", function)
-    monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
+def test_a_product_is_one_launch_without_scratch_memory(kernels_launched, monkeypatch):
     monkeypatch.setattr(launch, "scratch_of", None)
     product(torch.randn(3, 256).bfloat16(), weight("mxfp8", 16, 256), ONE)
-    assert names == ["wgmma"]
+    assert [name for name, _ in kernels_launched] == ["wgmma"]
 
 
 @needs_compiler
-def test_a_recorded_product_has_the_bits_of_the_first(monkeypatch):
+def test_a_recorded_product_has_the_bits_of_the_first(nothing_resolved, monkeypatch):
     """With several weights: x is elsewhere in each call, and its map of tiles moves with it."""
     monkeypatch.setattr(host_calls, "packed", cuda_on_cpu.packed_steps)
     monkeypatch.setattr(launch, "choose_config", lambda *args: ONE)
-    monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
     weights = [weight("mxfp8", n, 256) for n in (40, 90)]
     biases = [torch.randn(w.shape[0]).bfloat16() for w in weights]
     tensors = [t for w, bias in zip(weights, biases, strict=True) for t in (w.data, w.scale, bias)]

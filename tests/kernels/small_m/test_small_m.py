@@ -241,9 +241,8 @@ def test_float16_activations_by_wgmma():
     "config",
     [PIPELINED, WHOLE, WIDE, PERSISTENT, PERSISTENT_CAST, PERSISTENT._replace(wr=2), *WGMMAS, FOUR_REDUCE_DSMEM],
 )
-def test_several_weights_of_one_input_in_one_launch(config, format, monkeypatch):
+def test_several_weights_of_one_input_in_one_launch(config, format, nothing_resolved, monkeypatch):
     monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu((9, 0), SHARED_BYTES[9, 0], 5, {}))
-    monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
     x = torch.randn(1 if config.persistent else 3, 640).bfloat16()
     weights = [weight(format, n, 640) for n in (70, 16, 1, 90, 33, 64)]  # more than MOST_WEIGHTS
     biases = [None, torch.randn(16), torch.randn(len(x), 1), None, torch.randn(33).bfloat16(), None]
@@ -293,9 +292,8 @@ def test_up_to_eight_rows_of_either_dtype_are_read_by_the_warps_that_multiply_th
 @pytest.mark.parametrize("few", [False, True], ids=["a tile for each block", "blocks with many tiles"])
 @pytest.mark.parametrize("config", [PERSISTENT, PERSISTENT._replace(wr=3), PERSISTENT_WIDE._replace(wr=2, split=2)])
 @pytest.mark.parametrize("memory", [SHARED_BYTES[9, 0], 64 * 1024], ids=["one round", "rounds"])
-def test_blocks_take_their_share_of_the_rows(config, few, memory, monkeypatch):
+def test_blocks_take_their_share_of_the_rows(config, few, memory, nothing_resolved, monkeypatch):
     monkeypatch.setattr(launch, "gpu_of", lambda device: Gpu((9, 0), memory, 3 if few else 132, {}))
-    monkeypatch.setattr(launch, "resolve", launch.resolve.__wrapped__)
     config = config if memory > 65536 else config._replace(mt=1, slabs=4, stages=2)
     w, x = weight("mxfp4", 530, 1300), torch.randn(7, 1300).bfloat16()
     assert error(product(x, w, config), x.double() @ values(w).t()) < TOLERANCE
@@ -334,6 +332,7 @@ def test_results_are_rounded_once_and_biases_added_before(out, bias):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("n", [132, 135])
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "between"])
+@pytest.mark.pairs
 def test_biases_of_one_row_or_all_rows_at_any_address(config, dtype, n, shift):
     w, x = weight("mxfp8", n, 512), torch.randn(13, 512).bfloat16()
     exact = x.double() @ values(w).t()
