@@ -2,7 +2,7 @@
 
 Reads: every MXTensor is dequantized, the op runs in high precision, and the result is a plain tensor. Writes: the
 values are dequantized, the op runs on them, and what it wrote is quantized again into the existing buffers. Both are
-logged; inside ``mx.strict()`` both are errors that name the op and the file for a rule.
+logged; inside ``mx.strict()`` both are errors that name the op, a way out and the file for a rule.
 """
 
 from __future__ import annotations

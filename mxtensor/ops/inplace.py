@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.autograd import count_writes, has_no_memory, note_write
 from ..core.compat import forget_graphs
-from ..core.dispatch import implements, implements_function, refuse_if_strict
+from ..core.dispatch import implements, implements_function, is_strict
 from ..core.explain import Entry, measure, record
 from ..core.kernel import Spec
 from ..core.tracing import is_traced
@@ -28,12 +28,27 @@ from ..tensor.rotated import RotatedTensor
 aten = torch.ops.aten
 
 
-def note(op: str, home: str, tensors: Sequence[MXTensor], what: str, reason: str) -> Entry | None:
+WAYS_OUT = {
+    "dequantized": "call .dequantize() first",
+    "high precision": "call .dequantize() first",
+    "requantized": "compute the new values of .dequantize(), and write them by copy_()",
+}
+"""How an op runs that dequantizes -> what to do about it inside ``strict()``."""
+
+
+def note(
+    op: str, home: str, tensors: Sequence[MXTensor], what: str, reason: str, way_out: str | None = None
+) -> Entry | None:
     """Log that MXTensors are dequantized, for ``measure``; raise NotImplementedError inside ``mx.strict()``.
 
-    ``home``: the file of a rule for ``op``. ``what``: how the op runs, such as "requantized".
+    ``home``: the file of a rule for ``op``. ``what``: how the op runs, a key of ``WAYS_OUT``. ``way_out``: a better one
+    than that of ``WAYS_OUT``.
     """
-    refuse_if_strict(op, reason, home)
+    if is_strict():
+        raise NotImplementedError(
+            f"{op} would dequantize ({reason}), which mx.strict() forbids; {way_out or WAYS_OUT[what]} "
+            f"(a rule for it would go to mxtensor/ops/{home})"
+        )
     first = tensors[0]
     shapes, names = tuple(tuple(t.shape) for t in tensors[:3]), tuple(str(t.format) for t in tensors[:3])
     spec = Spec(op, shapes, names, first.dtype, first.device, is_traced(*first.components))

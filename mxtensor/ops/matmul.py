@@ -139,7 +139,8 @@ def gemm_operands(op: str, left: Side, right: Side) -> tuple[GemmOperand, GemmOp
     for side in (left, right):
         if side.mx is not None and side.operand is None:
             reason = f"is stored {side.mx.orientation.label}, not blocked along the contraction"
-            note(op, "matmul.py", [side.mx], "high precision", reason)
+            way_out = "quantize with orientation='both', or call .dequantize() first"
+            note(op, "matmul.py", [side.mx], "high precision", reason, way_out)
     return a if a is not None else left.plain(), b if b is not None else right.plain()
 
 
