@@ -70,16 +70,16 @@ def test_llama_cpp_quantizes_the_matrices(name, bits, error, tmp_path):
         assert (ours - small.model.layers[0].mlp.up_proj.weight).norm() < 0.1 * w.norm()
 
 
+@pytest.fixture
 def contenders(tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "calibration_data", lambda model, tokenizer, n: [torch.randint(0, 96, (4, 16))] * 4)
     return quality.Contenders(tied_model(), None, 16, tmp_path)
 
 
 @pytest.mark.exhaustive
-def test_every_contender_of_ours_is_made(tmp_path, monkeypatch):
-    made = contenders(tmp_path, monkeypatch)
+def test_every_contender_of_ours_is_made(contenders):
     bits = {}
-    for (library, format, method), make in made.rows.items():
+    for (library, format, method), make in contenders.rows.items():
         if library == quality.OURS:
             small, bits[format, method] = make()
             assert small.lm_head.weight is small.model.embed_tokens.weight
@@ -90,12 +90,11 @@ def test_every_contender_of_ours_is_made(tmp_path, monkeypatch):
     assert bits[first, quality.PLANNED] == bits[first, quality.BOTH] > bits["mxfp4", "nearest"]
 
 
-def test_torchaos_values_are_put_into_the_model(tmp_path, monkeypatch):
+def test_torchaos_values_are_put_into_the_model(contenders):
     pytest.importorskip("torchao")
-    made = contenders(tmp_path, monkeypatch)
     for name, error, bits in ((quality.TORCHAO[0], 0.01, 8.5), (quality.TORCHAO[1], 0.13, 5.5)):
-        small, found = made.rows["torchao", name, quality.NEAREST]()
-        w, q = (m.model.layers[1].mlp.up_proj.weight for m in (made.model, small))
+        small, found = contenders.rows["torchao", name, quality.NEAREST]()
+        w, q = (m.model.layers[1].mlp.up_proj.weight for m in (contenders.model, small))
         assert 0 < (q - w).norm() < error * w.norm() and bits - 1 < found < bits + 1
         assert small.lm_head.weight is small.model.embed_tokens.weight
 

@@ -1,3 +1,3 @@
 """Fixtures of the casts that these tests share."""
 
-from tests.kernels.quantize.conftest import cuda, interpreted, one_rounding  # noqa: F401
+from tests.kernels.quantize.conftest import interpreted, one_rounding  # noqa: F401

@@ -5,21 +5,9 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxtensor.core import devices
 from mxtensor.kernels.quantize import triton_columns, triton_common, triton_rows
 from mxtensor.kernels.quantize import triton_common as tiles
-from mxtensor.kernels.runtime import triton_launch
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """Tensors without values on a CUDA device that can run Triton."""
-    monkeypatch.setattr(triton_launch, "_installed", lambda: True)
-    monkeypatch.setattr(devices, "device_capability", lambda device: (9, 0) if device.type == "cuda" else (0, 0))
-    with FakeTensorMode():
-        yield torch.device("cuda")
 
 
 @pytest.fixture
@@ -97,14 +85,17 @@ def set_tiles(monkeypatch, rows, cols, full, groups, wide):
     def sized(table, *tile):
         return {key: (*tile, *old[len(tile) :]) for key, old in table.items()}
 
-    monkeypatch.setattr(tiles, "ROW_TILES", sized(tiles.ROW_TILES, rows, cols))
-    monkeypatch.setattr(tiles, "DECODE_TILES", sized(tiles.DECODE_TILES, rows, cols))
-    monkeypatch.setattr(tiles, "PAIR_TILE", (rows, cols // 2, *tiles.PAIR_TILE[2:]))
-    monkeypatch.setattr(tiles, "FULL_ROW_TILE", (full, *tiles.FULL_ROW_TILE[1:]))
-    monkeypatch.setattr(tiles, "COLUMN_TILES", sized(tiles.COLUMN_TILES, groups, wide))
-    monkeypatch.setattr(tiles, "WORD_TILES", sized(tiles.WORD_TILES, groups, wide // 2))
-    monkeypatch.setattr(tiles, "ROUND_TILES", {False: (rows, cols // 2, 2), True: (groups * 16, wide // 2, 4)})
-    monkeypatch.setattr(tiles, "TRANSPOSE_TILE", (groups * 8, wide, *tiles.TRANSPOSE_TILE[2:]))
+    for name, value in {
+        "ROW_TILES": sized(tiles.ROW_TILES, rows, cols),
+        "DECODE_TILES": sized(tiles.DECODE_TILES, rows, cols),
+        "PAIR_TILE": (rows, cols // 2, *tiles.PAIR_TILE[2:]),
+        "FULL_ROW_TILE": (full, *tiles.FULL_ROW_TILE[1:]),
+        "COLUMN_TILES": sized(tiles.COLUMN_TILES, groups, wide),
+        "WORD_TILES": sized(tiles.WORD_TILES, groups, wide // 2),
+        "ROUND_TILES": {False: (rows, cols // 2, 2), True: (groups * 16, wide // 2, 4)},
+        "TRANSPOSE_TILE": (groups * 8, wide, *tiles.TRANSPOSE_TILE[2:]),
+    }.items():
+        monkeypatch.setattr(tiles, name, value)
 
 
 @pytest.fixture
