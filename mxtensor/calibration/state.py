@@ -136,13 +136,13 @@ def _weights(model: nn.Module, changes: Sequence[Change]) -> dict[str, str]:
     digests = {}
     for name, parameter in found.items():
         value = values_of(parameter)
-        parts: list[Any] = [tuple(value.shape)]  # and some values of each tensor, and the sum of all of its bytes
+        seen: list[Any] = [tuple(value.shape)]  # and some values of each tensor, and the sum of all of its bytes
         for t in value.components if isinstance(value, MXTensor) else () if value.is_meta else (value,):
             flat = t.detach().contiguous().flatten()
             octets = flat.view(torch.uint8)
             some = octets if isinstance(value, MXTensor) else flat
-            parts += [some[:: max(len(some) // SAMPLE, 1)], int(octets.sum(dtype=torch.int64))]
-        digests[name] = _digest(parts)
+            seen += [some[:: max(len(some) // SAMPLE, 1)], int(octets.sum(dtype=torch.int64))]
+        digests[name] = _digest(seen)
     return digests | {change.fqn: f"{change.recipe} {digests[change.fqn]}" for change in changes}
 
 
