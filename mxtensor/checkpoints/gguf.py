@@ -354,6 +354,7 @@ GGUF = Layout(
     "llama.cpp",
     detect=lambda checkpoint: checkpoint.kind == "gguf",
     read=_read,
+    scales=(),
     write=_write,
     whole=lambda format: (1, WRITTEN[format.name][2] if format.name in WRITTEN else 1),
     metadata=_type_of,

@@ -126,6 +126,9 @@ class Layout:
     """Whether an opened checkpoint has this layout."""
     read: Callable[[Checkpoint], dict[str, Entry]]
     """Name of a quantized tensor of the model -> how it is made of stored tensors. Values are not loaded."""
+    scales: tuple[str, ...]
+    """The names of scales that it reads, or their ends; others beside codes are refused. ``()``: its metadata says
+    what belongs together, and float8 without a scale is an ordinary tensor."""
     write: Callable[[str, MXTensor], dict[str, Tensor]] | None = None
     """(name, tensor) -> stored tensors; None: this layout is only read. Raises NotImplementedError for a format that
     the layout cannot hold."""
@@ -147,9 +150,6 @@ class Layout:
     """Whether it stores the values of quantized tensors, rounded to their dtype, and no codes."""
     own_dtypes: bool = False
     """Whether it stores the outer dtype of each tensor; otherwise ``config.json`` has one for all."""
-    scales: tuple[str, ...] = ()
-    """The names of scales that it reads, or their ends; others beside codes are refused. Without any, its metadata says
-    what belongs together, and float8 without a scale is an ordinary tensor."""
     orphans: tuple[str, ...] | None = None
     """Ends of the names of tensors that are never by themselves: the codes of one that is left are missing. None: those
     of ``scales``."""

@@ -163,6 +163,7 @@ NATIVE = Layout(
         or any(name.endswith(_ENDS) for name in checkpoint.tensors)
     ),
     read=_read,
+    scales=(),
     write=stored_tensors,
     config=lambda written: {
         "config.json": {"quantization_config": {"quant_method": "mxtensor", "skip": written.others}}

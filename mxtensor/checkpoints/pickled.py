@@ -137,5 +137,6 @@ PICKLED = Layout(
     "torch.save of a state dict, torchao included (read only)",
     detect=lambda checkpoint: checkpoint.kind == "pickle",
     read=lambda checkpoint: {name: Entry((name,), _built) for name in checkpoint.tensors},
+    scales=(),
     formats="those of this package and of the layout torchao",
 )

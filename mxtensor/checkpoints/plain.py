@@ -9,6 +9,7 @@ PLAIN = Layout(
     "transformers and others, without quantization",
     detect=lambda checkpoint: not checkpoint.method and "quantization" not in checkpoint.config,
     read=lambda checkpoint: {},
+    scales=(),
     write=lambda name, t: {name: t.dequantize()},
     one_file=True,
     embeddings=True,

@@ -401,6 +401,7 @@ TORCHAO = Layout(
         checkpoint.method == NAME or (not checkpoint.method and "tensor_names" in checkpoint.metadata)
     ),
     read=_read,
+    scales=(),
     write=_write,
     whole=lambda format: (max(format.block[0], 1), max(format.block[1], 1)),
     config=_config,
