@@ -6,7 +6,7 @@
   steps of ``generate`` on a CPU (``decoding.py``);
 - peft: adapters on quantized weights that are made, merged and saved (``peft.py``);
 - accelerate: its function that puts a tensor into a module (``accelerate.py``);
-- sentence-transformers: the modules that it saves (``sentence_transformers.py``).
+- sentence-transformers: the modules that it saves (``transformers_models.py``).
 
 Methods of these libraries are wrapped where they have no public event for what is needed; each file says why.
 """
@@ -54,7 +54,7 @@ HOOKS = (
     ("peft.tuners.tuners_utils", ".peft", "install"),
     ("peft.peft_model", ".peft", "install_saving"),
     ("accelerate.hooks", ".accelerate", "install"),
-    ("sentence_transformers.base.modules.module", ".sentence_transformers", "install"),
+    ("sentence_transformers.base.modules.module", ".transformers_models", "install_modules"),
 )
 """(module of another library, the file here that is imported after it, its function that gets the module)"""
 

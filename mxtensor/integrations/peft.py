@@ -106,9 +106,9 @@ def _inject_adapter(layers: type, inject: Callable[..., Any], self: Any, model: 
     with roundings.block([]) as found:
         out = inject(self, model, *args, **kwargs)
     if found:
-        mean, most, worst = _lost(found, dict(model.named_modules()))
+        formats, mean, most, worst = _lost(found, dict(model.named_modules()))
         warnings.warn(
-            f"peft: {len(found)} weights are in {_formats(found)}, and the initialization of the adapters took a part "
+            f"peft: {len(found)} weights are in {formats}, and the initialization of the adapters took a part "
             f"out of them: the rest was rounded again. The rounding has {mean:.2g} of the norm of that part, "
             f"{most:.2g} in {worst}. To lose nothing, use init_lora_weights=True; or make the adapters for the model "
             "in high precision, and quantize its base layers: quantize_(model, format, lambda module, name: "
@@ -133,9 +133,9 @@ def _merge_all(name: str, merge: Callable[..., Any], self: Any, *args: Any, **kw
     with roundings.block([]) as found:
         out = merge(self, *args, **kwargs)
     if found:
-        mean, most, worst = _lost(found, layers)
+        formats, mean, most, worst = _lost(found, layers)
         warnings.warn(
-            f"{name}: {len(found)} weights are in {_formats(found)}, and their sums with the adapters were rounded: "
+            f"{name}: {len(found)} weights are in {formats}, and their sums with the adapters were rounded: "
             f"the rounding has {mean:.2g} of the norm of what the adapters change, {most:.2g} in {worst}. To lose "
             "less, keep the adapters, or merge them into the model in high precision and quantize that",
             UserWarning,
@@ -144,15 +144,12 @@ def _merge_all(name: str, merge: Callable[..., Any], self: Any, *args: Any, **kw
     return out
 
 
-def _formats(found: list[tuple[Any, str, float]]) -> str:
-    return ", ".join(sorted({format for _, format, _ in found}))
-
-
-def _lost(found: list[tuple[Any, str, float]], layers: Mapping[str, Any]) -> tuple[float, float, str | None]:
-    """What the layers have lost on average, the most, and the name of the layer that has lost it."""
+def _lost(found: list[tuple[Any, str, float]], layers: Mapping[str, Any]) -> tuple[str, float, float, str | None]:
+    """The formats, what the layers have lost on average, the most, and the name of the layer that has lost it."""
     worst, _, most = max(found, key=lambda one: one[2])
     name = next((name for name, layer in layers.items() if layer is worst), None)
-    return sum(lost for _, _, lost in found) / len(found), most, name
+    formats = ", ".join(sorted({format for _, format, _ in found}))
+    return formats, sum(lost for _, _, lost in found) / len(found), most, name
 
 
 # ---------------------------------------------------------------------------------------------- layers

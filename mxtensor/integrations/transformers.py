@@ -110,7 +110,9 @@ class MXQuantizer(HfQuantizer):
         """Parameter that stacks matrices -> transformers' pattern -> the matrices that it takes, in their order."""
         self._taken: dict[str, Loaded] = {}
         self._left: set[str] = set()
+        """Parameters that stay in high precision although the default filter accepts them."""
         self._heads: set[str] = set()
+        """Those that are quantized although it does not."""
         self._files: tuple[Any, ...] = ()
         self._usual: FilterFn | None = None
         self._transforms: list[Any] = []
@@ -171,14 +173,6 @@ class MXQuantizer(HfQuantizer):
                 warn_of_no_head("TransformersConfig", model)
         return model
 
-    def _choose_heads(self, model: nn.Module) -> None:
-        """Names of parameters that are quantized although the default filter leaves them out, and the reverse: heads,
-        and the embeddings that share a weight with one."""
-        self._usual, chooses = default_filter(model), self.quantization_config.include_head
-        pairs = pairs_in_files(model, self._files, self._transforms) if chooses else None
-        self._left, chosen = heads_of(model, self.quantization_config.skip, pairs)
-        self._heads = chosen if chooses else set()
-
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
             check_loaded(model, self._names(), self.loaded, self._taken)
@@ -200,7 +194,10 @@ class MXQuantizer(HfQuantizer):
         model, self._model = self._model if model is None else model, None
         self._transforms = list(weight_conversions)
         if not self.pre_quantized:
-            self._choose_heads(model)
+            self._usual, chooses = default_filter(model), self.quantization_config.include_head
+            pairs = pairs_in_files(model, self._files, self._transforms) if chooses else None
+            self._left, chosen = heads_of(model, self.quantization_config.skip, pairs)
+            self._heads = chosen if chooses else set()
             return self._transforms
         in_files = [name for name in self._names() if any(name + side in self._in_files for side in SIDES)]
         self._taken = loaded_by(model, in_files, self._transforms)

@@ -143,6 +143,7 @@ class Deserialize(_Operation):
         parameter = getattr(module, leaf)
         part = tuple(local_of(parameter).shape) if is_sharded(parameter) else None
         entry = native.entry_of(stored, self.hf_quantizer.metadata[native.PREFIX + stored], part)
+        assert entry.build is not None
         tensors = []
         for end in (source.removeprefix(stored) for source in entry.sources):
             keys = [k for k in found if k.endswith(end) and not k.removesuffix(end).endswith("_global")]

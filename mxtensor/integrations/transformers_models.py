@@ -1,4 +1,5 @@
-"""transformers: what its models and its Trainer do with weights that are codes. Imported when they are.
+"""transformers and sentence-transformers: what their models and a Trainer do with weights that are codes. Imported when
+they are.
 
 transformers has no public event for any of this (5.23): ``save_pretrained``, ``_get_resized_lm_head`` and
 ``Trainer.train`` are wrapped.
@@ -10,12 +11,16 @@ transformers has no public event for any of this (5.23): ``save_pretrained``, ``
 - ``Trainer.train`` says so if a model's weights are codes, which do not train. transformers refuses a model that was
   loaded quantized. One that ``quantize_`` has quantized afterwards has frozen weights, and only its norms, biases and
   embeddings would train.
+- sentence-transformers saves modules after the transformer, such as ``Dense``, by ``save_torch_weights``, and loads
+  them by ``load_torch_weights``. safetensors has no place for an MXTensor: these modules are saved as
+  ``pytorch_model.bin``, which is read without running pickled code.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,28 +91,64 @@ def install_trainer(trainers: Any) -> None:
 
 
 def _train(usual: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warns if the model's weights are codes, and nobody has chosen what trains beside them: no adapter is there, and
+    no other parameter is frozen."""
     model = getattr(self, "model", None)
-    if isinstance(model, nn.Module):
-        _warn_of_frozen_codes(model)
+    adapters = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
+    if isinstance(model, nn.Module) and not adapters:
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        codes = {name: p for name, p in frozen.items() if isinstance(local_of(p), MXTensor)}
+        if codes and len(codes) == len(frozen):
+            share = sum(p.numel() for p in codes.values()) / sum(p.numel() for p in model.parameters())
+            warnings.warn(
+                f"Trainer: {len(codes)} weights, {share:.0%} of the model's values, are codes, which do not train, "
+                f"such as {next(iter(codes))}; to train them, load the model in high precision and call mx.quantize_ "
+                "with a training recipe, such as mx.recipe.MXFP8BlockScaling(), or with step='prepare'; to leave them "
+                "as they are, add an adapter (peft's LoRA), or freeze the other parameters that shall not train",
+                UserWarning,
+                stacklevel=3,
+            )
     return usual(self, *args, **kwargs)
 
 
-def _warn_of_frozen_codes(model: nn.Module) -> None:
-    """Warn if a model's weights are codes, and nobody has chosen what trains beside them: no adapter is there, and no
-    other parameter is frozen."""
-    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
-        return
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    codes = {name: p for name, p in frozen.items() if isinstance(local_of(p), MXTensor)}
-    if not codes or len(codes) < len(frozen):
-        return
-    values = sum(p.numel() for p in model.parameters())
-    share = sum(p.numel() for p in codes.values()) / values
-    warnings.warn(
-        f"Trainer: {len(codes)} weights, {share:.0%} of the model's values, are codes, which do not train, such as "
-        f"{next(iter(codes))}; to train them, load the model in high precision and call mx.quantize_ with a training "
-        "recipe, such as mx.recipe.MXFP8BlockScaling(), or with step='prepare'; to leave them as they are, add an "
-        "adapter (peft's LoRA), or freeze the other parameters that shall not train",
-        UserWarning,
-        stacklevel=4,
-    )
+# ---------------------------------------------------------------------------------------------- sentence-transformers
+
+
+def install_modules(modules: Any) -> None:
+    """Let ``Module`` of ``sentence_transformers.base.modules.module`` save and load codes."""
+    hook_method(modules.Module, "save_torch_weights", around(_save_weights))
+    hook_method(modules.Module, "load_torch_weights", around(_load_weights))
+
+
+def _save_weights(
+    usual: Callable[..., Any], self: nn.Module, output_path: str, safe_serialization: bool = True
+) -> None:
+    quantized = any(isinstance(value, MXTensor) for value in self.state_dict().values())
+    if quantized:  # an older file of that name would be read instead
+        Path(output_path, "model.safetensors").unlink(missing_ok=True)
+    usual(self, output_path, safe_serialization and not quantized)
+
+
+def _load_weights(usual: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    """While it loads, ``load_state_dict`` of the new module puts MXTensors in the place of plain weights."""
+    module: Any = kwargs.get("model")
+    if module is None:
+        return usual(cls, *args, **kwargs)
+    load = module.load_state_dict
+
+    def load_state_dict(state: Any, *more: Any, **options: Any) -> Any:
+        if any(isinstance(value, MXTensor) for value in state.values()):
+            options["assign"] = True
+        return load(state, *more, **options)
+
+    vars(module)["load_state_dict"] = load_state_dict
+    try:
+        loaded = usual(cls, *args, **kwargs)
+    finally:
+        del vars(module)["load_state_dict"]
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if isinstance(parameter, MXTensor):
+                parameter.requires_grad_(False)  # as quantize_ leaves it
+                prepare(part)
+    return loaded

@@ -246,11 +246,8 @@ def needed(costs: Mapping[Key, Sequence[Cost]], gpu: Gpu) -> dict[Key, Sequence[
     classes = (lambda c: True, lambda c: not c.direct, lambda c: not c.wgmma)
     out: dict[Key, Sequence[Cost]] = {}
     for (name, casts, m), known in costs.items():
-        format, saved, below = (
-            get_format(name),
-            set[LaunchConfig](),
-            max((rows for rows in ROWS if rows < m), default=0),
-        )
+        format, saved = get_format(name), set[LaunchConfig]()
+        below = max((rows for rows in ROWS if rows < m), default=0)
         for n, k, rows in itertools.product(SIZES, SIZES, {below + 1, m}):
             fits = [c for c in known if layout_of(format, c.config, rows, n, k, gpu)]
             order = [config for _, config in by_expected_time(fits, rows, n, k, format, gpu)]
