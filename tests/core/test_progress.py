@@ -63,9 +63,9 @@ def until(said):
 
 def test_a_clock_shows_once_what_takes_long(bars_at_once, capsys):
     with clock("compiling a step"), clock("compiling again"):
-        parts = []
-        until(lambda: parts.append(capsys.readouterr().err) or "00:0" in "".join(parts))
-    shown = "".join(parts) + capsys.readouterr().err
+        texts = []
+        until(lambda: texts.append(capsys.readouterr().err) or "00:0" in "".join(texts))
+    shown = "".join(texts) + capsys.readouterr().err
     assert "compiling a step: 00:0" in shown and "compiling again" not in shown
 
 
