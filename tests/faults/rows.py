@@ -562,7 +562,7 @@ FAULTS = (
     Fault("second moments are rounded to nearest", "te/optimizers.py",
           "if self.dtypes[SQUARES] is torch.uint8:", "if False:", "te/test_narrow_moments.py"),
     Fault("a mask of other heads", "kernels/attention/choose_attention.py",
-          "return mask if mask.shape[1] == 1 else mask[:, heads]", "return mask if mask.shape[1] == 1 else mask[:, :1]",
+          "mask if mask.shape[1] == 1 else mask[:, mine]", "mask if mask.shape[1] == 1 else mask[:, :1]",
           "kernels/attention"),
     Fault("one address for all training weights", "training/training_weight.py",
           "WEIGHT_FUNCTIONS[Tensor.data_ptr] = _address\n", "", "tensor/test_addresses.py"),

@@ -219,10 +219,10 @@ def cast_named(name: str) -> Cast:
 
 
 def both_of_matrices(name: str, rows: int, cols: int, groups: int, rowwise: bool = True) -> None:
-    """``rows_of_both`` of a stack of four matrices, or ``rows_of_groups``."""
+    """``rows_of_both`` of a stack of four matrices, or of groups."""
     if groups:
         layout = Groups(of((groups,), torch.int32), rows, 32)
-        to_row_scaled_both.rows_of_groups(values(rows, cols, BF16), cast_named(name), layout, rowwise)
+        to_row_scaled_both.rows_of_both(values(rows, cols, BF16), cast_named(name), rowwise, layout)
     else:
         to_row_scaled_both.rows_of_both(of((4, rows, cols), BF16), Cast.of(name), rowwise)
 
@@ -337,10 +337,10 @@ CASTS: dict[str, tuple[Callable[[], Any], bool]] = {
     "float8_tensor bf16 values": (lambda: rounded("float8_tensor", BF16), True),
     "float8_row bf16 values": (lambda: rounded("float8_row", BF16), True),
     "mxfp8 bf16 columns": (lambda: triton_rows.quantize(values(4096, 4096, BF16).t(), Cast.of("mxfp8")), True),
-    "mxfp8 bf16 both": (lambda: triton_columns.quantize_both(values(4096, 4096, BF16), Cast.of("mxfp8")), True),
-    "mxfp8 bf16 both tail": (lambda: triton_columns.quantize_both(values(4095, 4095, BF16), Cast.of("mxfp8")), True),
-    "mxfp8 fp32 both": (lambda: triton_columns.quantize_both(values(4096, 4096, FP32), Cast.of("mxfp8")), True),
-    "nvfp4 bf16 both": (lambda: triton_columns.quantize_both(values(4096, 4096, BF16), Cast.of("nvfp4")), False),
+    "mxfp8 bf16 both": (lambda: triton_columns.pair(values(4096, 4096, BF16), Cast.of("mxfp8")), True),
+    "mxfp8 bf16 both tail": (lambda: triton_columns.pair(values(4095, 4095, BF16), Cast.of("mxfp8")), True),
+    "mxfp8 fp32 both": (lambda: triton_columns.pair(values(4096, 4096, FP32), Cast.of("mxfp8")), True),
+    "nvfp4 bf16 both": (lambda: triton_columns.pair(values(4096, 4096, BF16), Cast.of("nvfp4")), False),
     "mxfp8 bf16 both values": (lambda: pair("mxfp8", "values", "values"), False),
     "mxfp8 bf16 both values tail": (lambda: pair("mxfp8", "values", "values", 4094, 4094), False),
     "mxfp8 bf16 values and codes": (lambda: pair("mxfp8", "values", "codes"), True),

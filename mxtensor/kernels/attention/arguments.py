@@ -31,6 +31,15 @@ class Tokens:
         batch, heads, count, size = self.first.shape
         return batch, heads, count + self.codes.shape[2], size
 
+    def contiguous(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(first, codes, scales) with unit strides along the head. ``first`` is divided by the global scale, by which
+        kernels multiply all keys."""
+        first, data, scale = self.first.contiguous(), self.codes.data, self.codes.scale
+        if self.codes.global_scale is not None and first.shape[2]:
+            first = first / self.codes.global_scale
+        data = data if data.stride(-1) == 1 else data.contiguous()
+        return first, data, scale if scale.stride(-1) == 1 or scale.shape[-1] == 1 else scale.contiguous()
+
     def up_to(self, count: int) -> Tokens:
         """The first ``count`` tokens: a view."""
         coded = max(0, count - self.first.shape[2])

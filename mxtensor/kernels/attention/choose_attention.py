@@ -22,6 +22,7 @@ from ...numerics.cast import Cast
 from ...numerics.formats import get_format
 from ...numerics.operand import Operand
 from ..quantize.choose_cast import dequantize_operand, quantize_operand
+from ..quantize.definition import refuses
 from . import cpu_attention, triton_attention
 from .arguments import AttentionArgs, Tokens, codes_format, group_of
 
@@ -30,49 +31,40 @@ from .arguments import AttentionArgs, Tokens, codes_format, group_of
 
 VALUES = 1 << 22
 """Values of keys that are decoded at a time: 8 MiB in bfloat16."""
+EVERYTHING = slice(None)
 
 
-def refuses(spec: Spec, *operands: object) -> str | None:
-    """Nothing."""
-    return None
-
-
-def _values(tokens: Tokens, batch: slice, heads: slice, dtype: torch.dtype) -> Tensor:
-    """The values of some heads."""
-    operand, first = tokens.codes, tokens.first[batch, heads].to(dtype)
-    data, scale = (t[batch, heads].contiguous() for t in (operand.data, operand.scale))
-    some = operand.with_blocks(data, scale, (*data.shape[:2], *operand.shape[2:]))
-    return torch.cat((first, dequantize_operand(some, dtype)), 2)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, args: AttentionArgs) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, args.causal, scale=args.scale, enable_gqa=grouped)
-
-
-def _part(mask: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
-    """The mask of some rows of the batch and some heads of queries."""
-    if mask is None:
-        return None
-    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    mask = mask if mask.shape[0] == 1 else mask[batch]
-    return mask if mask.shape[1] == 1 else mask[:, heads]
+def _attend(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs, batch: slice, heads: slice) -> Tensor:
+    """Attention of some rows of the batch over some heads of keys, by the queries that read them."""
+    mask, group = args.mask, group_of(q, k)
+    decoded: list[Tensor] = []
+    for tokens in (k, v):
+        operand, first = tokens.codes, tokens.first[batch, heads].to(q.dtype)
+        data, scale = (t[batch, heads].contiguous() for t in (operand.data, operand.scale))
+        some = operand.with_blocks(data, scale, (*data.shape[:2], *operand.shape[2:]))
+        decoded.append(torch.cat((first, dequantize_operand(some, q.dtype)), 2))
+    if heads != EVERYTHING:
+        mine = slice(heads.start * group, heads.stop * group)
+        q = q[batch, mine]
+        if mask is not None:
+            mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+            mask = mask if mask.shape[0] == 1 else mask[batch]
+            mask = mask if mask.shape[1] == 1 else mask[:, mine]
+    keys, values = decoded
+    grouped = q.shape[1] != keys.shape[1]
+    return F.scaled_dot_product_attention(q, keys, values, mask, 0.0, args.causal, scale=args.scale, enable_gqa=grouped)
 
 
 def by_heads(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
     batch, heads, count, size = k.shape
-    everything = slice(None)
     if batch * heads * count * size <= VALUES or is_traced(q, k.codes.data):
-        keys, values = (_values(side, everything, everything, q.dtype) for side in (k, v))
-        return _attend(q, keys, values, args.mask, args)
+        return _attend(q, k, v, args, EVERYTHING, EVERYTHING)
     some, group = max(1, VALUES // max(count * size, 1)), group_of(q, k)
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     for b in range(batch):
         for h in range(0, heads, some):
             row, these = slice(b, b + 1), slice(h, min(h + some, heads))
-            mine = slice(these.start * group, these.stop * group)
-            keys, values = (_values(side, row, these, q.dtype) for side in (k, v))
-            out[row, mine] = _attend(q[row, mine], keys, values, _part(args.mask, row, mine), args)
+            out[row, these.start * group : these.stop * group] = _attend(q, k, v, args, row, these)
     return out
 
 
@@ -128,10 +120,6 @@ def _(x, format, scaling, rounding, amax_epsilon):  # type: ignore[no-untyped-de
     return list(Operand.empty(codes_format(get_format(format)), x.shape, x.device).tensors)
 
 
-def _tokens(first: Tensor, data: Tensor, scale: Tensor, global_scale: Tensor | None, format: str) -> Tokens:
-    return Tokens(first, Operand(data, scale, global_scale, get_format(format), (*data.shape[:3], first.shape[-1])))
-
-
 @custom_ops.define("mxtensor::attention")
 def attention_op(
     q: Tensor, k_first: Tensor, k_data: Tensor, k_scale: Tensor, k_global: Tensor | None, v_first: Tensor,
@@ -139,8 +127,10 @@ def attention_op(
     causal: bool,
 ) -> Tensor:  # fmt: skip
     """``attention`` of queries over keys and values, each as its first tokens, codes and scales."""
-    keys = _tokens(k_first, k_data, k_scale, k_global, format)
-    values = _tokens(v_first, v_data, v_scale, v_global, format)
+    keys, values = (
+        Tokens(first, Operand(data, scales, of_all, get_format(format), (*data.shape[:3], first.shape[-1])))
+        for first, data, scales, of_all in ((k_first, k_data, k_scale, k_global), (v_first, v_data, v_scale, v_global))
+    )
     return attention(q, keys, values, AttentionArgs(scale, mask, causal)).contiguous()
 
 

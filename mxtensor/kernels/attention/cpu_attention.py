@@ -89,15 +89,10 @@ def refuses(spec: Spec, q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) ->
 
 
 def _side(tokens: Tokens) -> _Side:
-    operand, first = tokens.codes, tokens.first.contiguous()
-    data, scale, format = operand.data, operand.scale, operand.format
-    if operand.global_scale is not None and first.shape[2]:
-        first = first / operand.global_scale  # by which the kernel multiplies all keys
-    data = data if data.stride(-1) == 1 else data.contiguous()
-    scale = scale if scale.stride(-1) == 1 or scale.shape[-1] == 1 else scale.contiguous()
+    operand, (first, data, scale) = tokens.codes, tokens.contiguous()
     size, strides = data.element_size(), ctypes.c_int64 * 3
     side = _Side(
-        first.data_ptr(), data.data_ptr(), scale.data_ptr(), ctypes.addressof(c_format(format)),
+        first.data_ptr(), data.data_ptr(), scale.data_ptr(), ctypes.addressof(c_format(operand.format).contents),
         strides(*(size * s for s in data.stride()[:3])), strides(*scale.stride()[:3]), *operand.shape[-1:],
         operand.shape[1], first.shape[2], scale.is_floating_point(),
     )  # fmt: skip
@@ -127,10 +122,8 @@ def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
     problem.partials = partials.data_ptr()
     address, units = ctypes.addressof(problem), batch * groups * splits
 
-    def work(first: int, end: int) -> int:
-        return lib.mx_attention(address, first, end)  # type: ignore[no-any-return]
-
-    in_spans(work, units, batch * groups * count * size, problem, q, mask, partials, out, keys.memory, values.memory)
+    memory = problem, q, mask, partials, out, keys.memory, values.memory
+    in_spans(lambda first, end: lib.mx_attention(address, first, end), units, batch * groups * count * size, *memory)
     lib.mx_attention_finish(address)
     return out
 

@@ -21,7 +21,7 @@ from ...core.devices import multiprocessors
 from ...core.kernel import Kernel, Spec
 from ...core.repeated import recorded
 from ...numerics.formats import FULL, Format
-from ..quantize.triton_common import CastCode, ceil_div, format_code
+from ..quantize.triton_common import CastCode, ceil_div, format_code, power
 from ..runtime import triton_launch
 from ..runtime.triton_launch import device_code, launch
 from .arguments import DTYPES, AttentionArgs, Tokens, additive, group_of, refuses_few_rows, refuses_head_size
@@ -78,27 +78,19 @@ def _in_bfloat16(k: Format, v: Format, dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and exact and not triton_launch.interpreted()
 
 
-def power(n: int, least: int = 16) -> int:
-    """The next power of two, at least ``least``."""
-    return max(least, 1 << (n - 1).bit_length())
-
-
-def _shared(format: Format, size: int) -> int:
-    block = format.block[1]
-    return 0 if block == FULL or block >= size else block
-
-
 @cache
 def _code(
     k: Format, v: Format, sizes: tuple[int, int], rows: int, scale: float, dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> AttentionCode:  # fmt: skip
-    columns = power(sizes[0]), power(sizes[1])
-    exact = _in_bfloat16(k, v, dtype)
+    columns, exact = (power(sizes[0]), power(sizes[1])), _in_bfloat16(k, v, dtype)
+    k_cols, v_cols = (
+        0 if block == FULL or block >= size else block
+        for block, size in zip((k.block[1], v.block[1]), sizes, strict=True)
+    )
     return AttentionCode(
-        format_code(k, capability, False), format_code(v, capability, False), _shared(k, sizes[0]),
-        _shared(v, sizes[1]), *columns, power(rows), KEYS[exact] if max(columns) <= 64 else KEYS[exact] // 2, scale,
-        exact,
+        format_code(k, capability, False), format_code(v, capability, False), k_cols, v_cols, *columns, power(rows),
+        KEYS[exact] if max(columns) <= 64 else KEYS[exact] // 2, scale, exact,
     )  # fmt: skip
 
 
@@ -106,16 +98,6 @@ def ranges(heads: int, count: int, device: torch.device) -> int:
     """How many ranges of ``count`` keys fill the device, for so many heads of keys."""
     wanted = ceil_div(PROGRAMS * multiprocessors(device), heads)
     return max(1, min(wanted, ceil_div(count, LEAST_KEYS), MOST_RANGES))
-
-
-def _arguments(tokens: Tokens) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
-    """The tensors of one side, and strides of codes and scales."""
-    first, data, scale = tokens.first.contiguous(), tokens.codes.data.view(torch.uint8), tokens.codes.scale
-    data = data if data.stride(-1) == 1 else data.contiguous()
-    scale = scale if scale.stride(-1) == 1 or scale.shape[-1] == 1 else scale.contiguous()
-    if tokens.codes.global_scale is not None:
-        first = first / tokens.codes.global_scale  # by which the kernel multiplies all keys
-    return (first, data, scale), (*data.stride()[:3], *scale.stride()[:3])
 
 
 def partial_sums(programs: int, rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -144,13 +126,18 @@ def run(q: Tensor, k: Tokens, v: Tokens, args: AttentionArgs) -> Tensor:
     out = torch.empty((batch, all_heads, queries, v_size), dtype=q.dtype, device=device)
     capability = triton_launch.instructions_of(device)
     code = _code(k.codes.format, v.codes.format, (k_size, v_size), rows, float(args.scale), q.dtype, capability)
-    (k_tensors, k_strides), (v_tensors, v_strides) = _arguments(k), _arguments(v)
-    mask_strides = (0,) * 5 if mask is None else mask.stride()
+    sides: list[Tensor] = []
+    strides: list[int] = []
+    for tokens in (k, v):
+        first, data, scale = tokens.contiguous()
+        sides += (first, data.view(torch.uint8), scale)
+        strides += (*data.stride()[:3], *scale.stride()[:3])
+    strides += (0,) * 5 if mask is None else mask.stride()
     with triton_launch.on(device):
         launch(
             device_code("attention.attend"), batch * heads * splits,
-            (q, *k_tensors, k.codes.global_scale, *v_tensors, mask, sums, stats, heads, rows, queries, count,
-             k.first.shape[2], v.first.shape[2], splits, k_size, v_size, *k_strides, *v_strides, *mask_strides),
+            (q, *sides[:3], k.codes.global_scale, *sides[3:], mask, sums, stats, heads, rows, queries, count,
+             k.first.shape[2], v.first.shape[2], splits, k_size, v_size, *strides),
             tuple(code), WARPS[code.in_bfloat16],
         )  # fmt: skip
         join(sums, stats, v.codes.global_scale, out, heads, rows, splits)
@@ -201,23 +188,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     sums, stats = (None, None) if splits == 1 else partial_sums(batch * heads * splits, rows, v_size, device)
     own = q.dtype is not torch.float32 and not triton_launch.interpreted()  # the interpreter has no bfloat16
     columns, (keys, most) = (power(k_size), power(v_size)), VALUE_KEYS[own]
+    steps: tuple[int, ...] = (0,) * 4
+    if mask is not None:  # it repeats dimensions of size 1
+        steps = tuple(0 if n == 1 else step for n, step in zip(mask.shape, mask.stride(), strict=True))
     with triton_launch.on(device):
         launch(
             device_code("attention.attend_values"), batch * heads * splits,
             (q, k, v, mask, sums, stats, out, heads, rows, queries, count, splits, k_size, v_size, *q.stride()[:3],
-             *k.stride()[:3], *v.stride()[:3], *_steps(mask), *stride[:3]),
+             *k.stride()[:3], *v.stride()[:3], *steps, *stride[:3]),
             (*columns, power(rows), keys if max(columns) <= most else keys // 2, scale, own, splits == 1), WARPS[own],
         )  # fmt: skip
         if sums is not None and stats is not None:
             join(sums, stats, None, out, heads, rows, splits)
     return out
-
-
-def _steps(mask: Tensor | None) -> tuple[int, ...]:
-    """Strides of a mask (batch, heads, queries, keys) that repeats dimensions of size 1."""
-    if mask is None:
-        return (0,) * 4
-    return tuple(0 if n == 1 else step for n, step in zip(mask.shape, mask.stride(), strict=True))
 
 
 @custom_ops.define("mxtensor::cuda_attention")

@@ -160,7 +160,7 @@ class Library:
 
     def __init__(self, op: ctypes.CDLL, kernels: ctypes.CDLL, casts: ctypes.CDLL) -> None:
         self._formats = [
-            cpu_casts.c_format(Format("cpu_linear", e, s, (1, 32))) for e in ELEMENTS for s in cpu_casts.SCALES
+            cpu_casts.c_format(Format("cpu_linear", e, s, (1, 32))).contents for e in ELEMENTS for s in cpu_casts.SCALES
         ]
         self._op, self._casts = op, casts
         cpu_graph.connect_op(op.mx_linear_record)

@@ -59,7 +59,8 @@ def chunk_rows(
 
 def gather(x: Tensor, choices: Tensor, per: int = 1, probs: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The token of the choice of each row, and its entry of ``probs``; zeros for a row of none."""
-    return perform(GATHER, _spec("gather rows", [x, choices, probs]), x, choices, per, probs)  # type: ignore[no-any-return]
+    made = [*perform(GATHER, _spec("gather rows", [x, choices, probs]), x, choices, per, probs), None]
+    return made[0], made[1]
 
 
 def merge(
@@ -67,7 +68,8 @@ def merge(
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of the rows of each token, times ``weights``; and the entries of ``probs`` for its choices."""
     spec = _spec("merge rows", [y, row_id_map, weights, probs])
-    return perform(MERGE, spec, y, row_id_map, offsets, weights, probs)  # type: ignore[no-any-return]
+    made = [*perform(MERGE, spec, y, row_id_map, offsets, weights, probs), None]
+    return made[0], made[1]
 
 
 def spread(
@@ -77,4 +79,6 @@ def spread(
     if not any(wants):
         return None, None
     spec = _spec("spread rows", [grad, y, row_id_map, weights])
-    return perform(SPREAD, spec, grad, y, row_id_map, offsets, weights, wants)  # type: ignore[no-any-return]
+    made = perform(SPREAD, spec, grad, y, row_id_map, offsets, weights, wants)
+    grads: list[Tensor] = [t for t in made if t is not None]
+    return grads[0] if wants[0] else None, grads[-1] if wants[1] else None

@@ -13,12 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.kernel import Kernel, Spec
-
-
-def refuses(spec: Spec, *operands: object) -> str | None:
-    """Nothing."""
-    return None
+from ...core.kernel import Kernel
+from ..quantize.definition import refuses
 
 
 def _places(row_id_map: Tensor, offsets: Tensor | None, rows: int) -> Tensor:

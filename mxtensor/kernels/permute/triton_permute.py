@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core import custom_ops
 from ...core.kernel import Kernel, Spec
 from ...core.names import dtype_name
-from ..quantize.triton_common import ceil_div
+from ..quantize.triton_common import ceil_div, power
 from ..runtime import triton_launch
 from ..runtime.custom_op import check_device
 from ..runtime.triton_launch import device_code, launch, on
@@ -40,84 +40,68 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
-def _why_not(spec: Spec, *numbers: int) -> str | None:
-    """The refusals that all share; ``numbers`` are of experts, choices of a token or chunks."""
-    reason = triton_launch.missing(spec)
-    if reason is not None:
-        return reason
-    for n in numbers:
-        if n > MOST:
-            return f"is for {MOST} experts or chunks, not {n}"
-    return "no values" if any(0 in shape for shape in spec.shapes) else None
+def _why_not(
+    spec: Spec, number: int = 1, dtypes: str | None = None, rows: int = 0, x: Tensor | None = None
+) -> str | None:
+    """The refusals that all share. ``number``: experts, choices of a token or chunks; ``dtypes``: ``wrong_dtype`` of
+    the values; ``rows``: those that are copied or summed, each as long as those of ``x``."""
+    missing = triton_launch.missing(spec)
+    if missing is not None:
+        return missing
+    if number > MOST:
+        return f"is for {MOST} experts or chunks, not {number}"
+    if any(0 in shape for shape in spec.shapes):
+        return "no values"
+    programs = 0 if x is None or dtypes is not None else rows * ceil_div(x.shape[1], _cols(x))
+    return f"has {programs} programs, a launch at most {LARGEST}" if programs > LARGEST else dtypes
 
 
-def _too_many(rows: int, cols: int, dtype: torch.dtype) -> str | None:
-    programs = rows * ceil_div(cols, _cols(cols, dtype))
-    return f"has {programs} programs, a launch at most {LARGEST}" if programs > LARGEST else None
-
-
-def unknown_size(*tensors: Tensor | None) -> str | None:
-    """Why elements are not copied; None if they are."""
+def wrong_dtype(*tensors: Tensor | None, summed: bool = False) -> str | None:
+    """Why values are not copied, or not summed; None if they are."""
     for t in tensors:
+        if t is not None and summed and t.dtype not in SUMMED:
+            return f"sums bfloat16, float16 and float32, not {dtype_name(t.dtype)}"
         if t is not None and t.dtype.itemsize not in WORDS:
             return f"copies elements of 1, 2, 4 or 8 bytes, not {dtype_name(t.dtype)}"
     return None
 
 
-def not_summed(*tensors: Tensor | None) -> str | None:
-    """Why values are not summed; None if they are."""
-    for t in tensors:
-        if t is not None and t.dtype not in SUMMED:
-            return f"sums bfloat16, float16 and float32, not {dtype_name(t.dtype)}"
-    return None
-
-
-def refuses_map(spec: Spec, *operands: object) -> str | None:
-    """For ``choices_of_rows`` and ``rows_of_mask``, whose first shape is (tokens, experts or choices of a token)."""
+def refuses_numbers(spec: Spec, *operands: object) -> str | None:
+    """For what numbers rows; the first shape is (tokens, experts or choices of a token), or (chunks,)."""
     if math.prod(spec.shapes[0]) > LARGEST:
         return f"numbers at most {LARGEST} choices"
-    return _why_not(spec, spec.shapes[0][1])
-
-
-def refuses_chunks(spec: Spec, *operands: object) -> str | None:
-    """For ``chunk_rows``, whose first shape is (chunks,)."""
-    return _why_not(spec, spec.shapes[0][0])
+    return _why_not(spec, spec.shapes[0][-1])
 
 
 def refuses_gather(spec: Spec, x: Tensor, choices: Tensor, per: int, probs: Tensor | None) -> str | None:
-    return _why_not(spec) or unknown_size(x, probs) or _too_many(len(choices), x.shape[1], x.dtype)
+    return _why_not(spec, 1, wrong_dtype(x, probs), len(choices), x)
 
 
 def refuses_merge(
     spec: Spec, y: Tensor, row_id_map: Tensor, offsets: Tensor | None, weights: Tensor | None, probs: Tensor | None
 ) -> str | None:
-    tokens, per = row_id_map.shape
-    return _why_not(spec, per) or not_summed(y, weights, probs) or _too_many(tokens, y.shape[1], y.dtype)
+    return _why_not(spec, row_id_map.shape[1], wrong_dtype(y, weights, probs, summed=True), len(row_id_map), y)
 
 
 def refuses_spread(
     spec: Spec, grad: Tensor, y: Tensor, row_id_map: Tensor, offsets: Tensor | None, weights: Tensor,
     wants: tuple[bool, bool],
 ) -> str | None:  # fmt: skip
-    tokens, per = row_id_map.shape
-    return _why_not(spec, per) or not_summed(grad, y, weights) or _too_many(tokens + len(y), y.shape[1], y.dtype)
+    return _why_not(spec, row_id_map.shape[1], wrong_dtype(grad, y, weights, summed=True), len(row_id_map) + len(y), y)
 
 
 # ---------------------------------------------------------------------------------------------- launches
 
 
-def _power(n: int) -> int:
-    """The power of two that is n or the next one above, at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
+def _cols(x: Tensor) -> int:
+    """Columns of x that a program copies or sums at a time."""
+    return min(power(x.shape[1]), BYTES // x.dtype.itemsize)
 
 
-def _cols(cols: int, dtype: torch.dtype) -> int:
-    """Columns that a program copies or sums at a time."""
-    return min(_power(cols), BYTES // dtype.itemsize)
-
-
-def _integers(t: Tensor) -> Tensor:
+def _integers(t: Tensor | None) -> Tensor | None:
     """Integers or bools as kernels read them."""
+    if t is None:
+        return None
     t = t.contiguous()
     return t.view(torch.uint8) if t.dtype is torch.bool else t
 
@@ -127,20 +111,19 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
 
 
-def _words(t: Tensor) -> Tensor:
+def _words(t: Tensor | None) -> Tensor | None:
     """A tensor as integers of the size of its elements."""
-    return t.view(WORDS[t.dtype.itemsize])
+    return None if t is None else t.view(WORDS[t.dtype.itemsize])
 
 
 def choices_of_rows(row_id_map: Tensor, rows: int, offsets: Tensor | None) -> Tensor:
     """``definition.choices_of_rows``."""
     out = torch.full((rows,), -1, dtype=torch.int32, device=row_id_map.device)
-    row_id_map = _integers(row_id_map)
     count, block = row_id_map.numel(), 1024
     with on(out.device):
         launch(
             device_code("permute.invert_rows"), ceil_div(count, block),
-            (row_id_map, None if offsets is None else _integers(offsets), out, count, row_id_map.shape[1], rows),
+            (_integers(row_id_map), _integers(offsets), out, count, row_id_map.shape[1], rows),
             (offsets is not None, block), WARPS,
         )  # fmt: skip
     return out
@@ -149,15 +132,14 @@ def choices_of_rows(row_id_map: Tensor, rows: int, offsets: Tensor | None) -> Te
 def rows_of_mask(routing_map: Tensor, rows: int, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
     """``definition.rows_of_mask`` in two launches: tokens are counted, then numbered."""
     mask, (tokens, experts) = _integers(routing_map), routing_map.shape
-    width = _power(experts)
+    width = power(experts)
     height = max(ENTRIES // width, 1)
     length = ceil_div(ceil_div(tokens, MOST_PROGRAMS), height) * height
     programs = ceil_div(tokens, length)
-    device = mask.device
+    device = routing_map.device
     counts = torch.empty((programs, experts), dtype=torch.int32, device=device)
     row_id_map = torch.empty((tokens, experts), dtype=torch.int32, device=device)
     choices = torch.empty((rows,), dtype=torch.int32, device=device)
-    has_offsets = offsets is not None
     with on(device):
         launch(
             device_code("permute.count_choices"), programs, (mask, counts, tokens, experts, length),
@@ -165,9 +147,9 @@ def rows_of_mask(routing_map: Tensor, rows: int, offsets: Tensor | None) -> tupl
         )  # fmt: skip
         launch(
             device_code("permute.number_rows"), programs,
-            (mask, counts, _integers(offsets) if offsets is not None else None, row_id_map, choices, tokens, experts,
+            (mask, counts, _integers(offsets), row_id_map, choices, tokens, experts,
              length, programs, rows, ceil_div(rows, programs)),
-            (has_offsets, height, width, min(height, _power(programs)), height), WARPS,
+            (offsets is not None, height, width, min(height, power(programs)), height), WARPS,
         )  # fmt: skip
     return row_id_map, choices
 
@@ -177,11 +159,11 @@ def chunk_rows(
 ) -> tuple[Tensor, Tensor]:
     """``definition.chunk_rows``."""
     count = len(sizes)
-    width = _power(count)
+    width = power(count)
     height = max(ENTRIES // width, 1)
     source = torch.empty((out_rows,), dtype=torch.int32, device=sizes.device)
     target = torch.empty((rows,), dtype=torch.int32, device=sizes.device)
-    given = [t if t is None else _integers(t) for t in (sizes, index, spans)]
+    given = map(_integers, (sizes, index, spans))
     with on(sizes.device):
         launch(
             device_code("permute.chunk_rows"), ceil_div(out_rows, height),
@@ -196,13 +178,13 @@ def gather(x: Tensor, choices: Tensor, per: int, probs: Tensor | None) -> tuple[
     rows, cols, x = len(choices), x.shape[1], _rows(x)
     out = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
     out_probs = None if probs is None else torch.empty((rows,), dtype=probs.dtype, device=x.device)
-    step = _cols(cols, x.dtype)
+    step = _cols(x)
     blocks = ceil_div(cols, step)
     with on(x.device):
         launch(
             device_code("permute.gather_rows"), rows * blocks,
             (_words(x), choices.contiguous(), None if probs is None else _words(probs.contiguous()), _words(out),
-             None if out_probs is None else _words(out_probs), per, cols, x.stride(0), blocks),
+             _words(out_probs), per, cols, x.stride(0), blocks),
             (probs is not None, step), WARPS,
         )  # fmt: skip
     return out, out_probs
@@ -217,15 +199,15 @@ def merge(
     y = _rows(y)
     out = torch.empty((tokens, cols), dtype=y.dtype, device=y.device)
     out_probs = None if probs is None else torch.empty((tokens, per), dtype=probs.dtype, device=y.device)
-    step = _cols(cols, y.dtype)
+    step = _cols(y)
     blocks = ceil_div(cols, step)
     with on(y.device):
         launch(
             device_code("permute.merge_rows"), tokens * blocks,
-            (y, _integers(row_id_map), None if offsets is None else _integers(offsets),
+            (y, _integers(row_id_map), _integers(offsets),
              None if weights is None else weights.contiguous(), None if probs is None else probs.contiguous(), out,
              out_probs, per, rows, cols, y.stride(0), blocks),
-            (offsets is not None, weights is not None, probs is not None, _power(per), step), WARPS,
+            (offsets is not None, weights is not None, probs is not None, power(per), step), WARPS,
         )  # fmt: skip
     return out, out_probs
 
@@ -237,7 +219,7 @@ def spread(
     tokens, per = row_id_map.shape
     rows, cols = y.shape
     grad, y = _rows(grad), _rows(y)
-    step = _cols(cols, y.dtype)
+    step = _cols(y)
     blocks = ceil_div(cols, step)
     y_grad = torch.empty((rows, cols), dtype=y.dtype, device=y.device) if wants[0] else None
     weights_grad = torch.empty((tokens, per), dtype=weights.dtype, device=y.device) if wants[1] else None
@@ -246,10 +228,10 @@ def spread(
     with on(y.device):
         launch(
             device_code("permute.spread_rows"), row_programs + (tokens if wants[1] else 0),
-            (grad, y, _integers(row_id_map), None if offsets is None else _integers(offsets), choices,
+            (grad, y, _integers(row_id_map), _integers(offsets), choices,
              weights.contiguous(), y if y_grad is None else y_grad, weights if weights_grad is None else weights_grad,
              per, rows, cols, grad.stride(0), y.stride(0), blocks, row_programs),
-            (offsets is not None, _power(per), step), WARPS,
+            (offsets is not None, power(per), step), WARPS,
         )  # fmt: skip
     return y_grad, weights_grad
 
@@ -330,7 +312,7 @@ def _(sizes, index, spans, rows, out_rows):  # type: ignore[no-untyped-def]
 def gather_op(x: Tensor, choices: Tensor, per: int, probs: Tensor | None) -> list[Tensor]:
     """``definition.gather``: rows, and weights if there are ``probs``."""
     op = "mxtensor::gather_rows"
-    _check(op, [x, probs], [choices], 1, unknown_size(x, probs), [("probs", probs, (x.shape[0], per))])
+    _check(op, [x, probs], [choices], 1, wrong_dtype(x, probs), [("probs", probs, (x.shape[0], per))])
     out, out_probs = gather(x, choices, per, probs)
     return [out] if out_probs is None else [out, out_probs]
 
@@ -348,7 +330,7 @@ def merge_op(
     """``definition.merge``: sums of rows, and the entries of ``probs`` if there are any."""
     op, (tokens, per) = "mxtensor::merge_rows", row_id_map.shape
     shapes = [("weights", weights, (tokens, per)), ("offsets", offsets, (per,)), ("probs", probs, (y.shape[0],))]
-    _check(op, [y, weights, probs], [row_id_map, offsets], per, not_summed(y, weights, probs), shapes)
+    _check(op, [y, weights, probs], [row_id_map, offsets], per, wrong_dtype(y, weights, probs, summed=True), shapes)
     out, out_probs = merge(y, row_id_map, offsets, weights, probs)
     return [out] if out_probs is None else [out, out_probs]
 
@@ -366,7 +348,7 @@ def spread_op(
     """``definition.spread``: the gradients that are wanted."""
     op, (tokens, per) = "mxtensor::spread_rows", row_id_map.shape
     shapes = [("weights", weights, (tokens, per)), ("offsets", offsets, (per,)), ("grad", grad, (tokens, y.shape[1]))]
-    _check(op, [grad, y, weights], [row_id_map, offsets], per, not_summed(grad, y, weights), shapes)
+    _check(op, [grad, y, weights], [row_id_map, offsets], per, wrong_dtype(grad, y, weights, summed=True), shapes)
     grads = spread(grad, y, row_id_map, offsets, weights, (of_y, of_weights))
     return [t for t in grads if t is not None]
 
@@ -379,28 +361,10 @@ def _(grad, y, row_id_map, offsets, weights, of_y, of_weights):  # type: ignore[
 # ---------------------------------------------------------------------------------------------- kernels
 
 
-def _gather(x: Tensor, choices: Tensor, per: int, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    out, *rest = gather_op(x, choices, per, probs)
-    return out, rest[0] if rest else None
-
-
-def _merge(
-    y: Tensor, row_id_map: Tensor, offsets: Tensor | None, weights: Tensor | None, probs: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    out, *rest = merge_op(y, row_id_map, offsets, weights, probs)
-    return out, rest[0] if rest else None
-
-
-def _spread(
-    grad: Tensor, y: Tensor, row_id_map: Tensor, offsets: Tensor | None, weights: Tensor, wants: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    grads = spread_op(grad, y, row_id_map, offsets, weights, *wants)
-    return grads[0] if wants[0] else None, grads[-1] if wants[1] else None
-
-
-CHOICES = Kernel("triton", refuses_map, choices_of_rows, "cuda", choices_op)
-MASK = Kernel("triton", refuses_map, rows_of_mask, "cuda", mask_op)
-CHUNKS = Kernel("triton", refuses_chunks, chunk_rows, "cuda", chunks_op)
-GATHER = Kernel("triton", refuses_gather, gather, "cuda", _gather)
-MERGE = Kernel("triton", refuses_merge, merge, "cuda", _merge)
-SPREAD = Kernel("triton", refuses_spread, spread, "cuda", _spread)
+CHOICES = Kernel("triton", refuses_numbers, choices_of_rows, "cuda", choices_op)
+MASK = Kernel("triton", refuses_numbers, rows_of_mask, "cuda", mask_op)
+CHUNKS = Kernel("triton", refuses_numbers, chunk_rows, "cuda", chunks_op)
+GATHER = Kernel("triton", refuses_gather, gather, "cuda", gather_op)
+MERGE = Kernel("triton", refuses_merge, merge, "cuda", merge_op)
+# An op returns the tensors that there are; ``choose_permutation`` knows which.
+SPREAD = Kernel("triton", refuses_spread, spread, "cuda", lambda *operands: spread_op(*operands[:-1], *operands[-1]))

@@ -5,6 +5,8 @@ The definition is ``numerics/groups.py``. In Triton one pass reads the values, a
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -88,17 +90,15 @@ def _refuses(spec: Spec, x: Tensor, cast: Cast, amax: Tensor) -> str | None:
     return triton_common.refuses(spec) or (None if x.dim() in (2, 3) else "casts matrices and stacks of them")
 
 
-def _run(x: Tensor, cast: Cast, amax: Tensor) -> Quantized:
+def _run(x: Tensor, cast: Cast, amax: Tensor, traced: bool = False) -> Quantized:
+    if traced:
+        values, scales = quantize_by_group(x.detach(), amax, *cast_arguments(cast))
+        return values, scales
     return _values(x, cast, amax), scales_by_group(cast, amax)
 
 
-def _run_traced(x: Tensor, cast: Cast, amax: Tensor) -> Quantized:
-    values, scales = quantize_by_group(x.detach(), amax, *cast_arguments(cast))
-    return values, scales
-
-
 BY_GROUP = (
-    Kernel("triton", _refuses, _run, "cuda", _run_traced),
+    Kernel("triton", _refuses, _run, "cuda", partial(_run, traced=True)),
     Kernel("reference", definition.refuses, scaled_values_of_groups),
 )
 """``run(x, cast, amax)``: values and scales."""

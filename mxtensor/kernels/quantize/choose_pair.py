@@ -43,17 +43,6 @@ def _in_form(x: Tensor, cast: Cast, form: Form | None, dtype: torch.dtype) -> Ge
     return quantize_operand(x, cast) if form is Form.CODES else None
 
 
-def _transpose(rowwise: GemmOperand | None) -> GemmOperand | None:
-    """The transpose in square blocks; codes and scales are copied, because products read rows."""
-    if isinstance(rowwise, FakeQuantized):
-        return replace(rowwise, values=rowwise.values.transpose(-1, -2))
-    if isinstance(rowwise, Operand):
-        operand = transposed(rowwise)
-        data, scale = (t.clone(memory_format=torch.contiguous_format) for t in (operand.data, operand.scale))
-        return replace(operand, data=data, scale=scale)
-    return None
-
-
 def _two_casts_pair(
     x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
     amax: Tensor | None, record: Tensor | None,
@@ -61,17 +50,23 @@ def _two_casts_pair(
     if not cast.format.square:
         transpose = x.transpose(-1, -2)
         return _in_form(x, cast, rowwise, dtype), _in_form(transpose, columnwise_cast(cast), columnwise, dtype)
-    forms = (rowwise, columnwise)
-    results: dict[Form | None, GemmOperand | None] = {None: None}
-    if amax is not None or Form.CODES in forms:
-        operand = quantize_operand(x, cast) if amax is None else definition.encode_with_amax(x, cast, amax.reshape(()))
-        results[Form.CODES] = operand
-        results[Form.VALUES] = fake_quantized(operand, dtype) if Form.VALUES in forms else None
-    elif Form.VALUES in forms:
-        results[Form.VALUES] = _in_form(x, cast, Form.VALUES, dtype)
+    codes: Operand | None = None
+    values: GemmOperand | None = None
+    if amax is not None or Form.CODES in (rowwise, columnwise):
+        codes = quantize_operand(x, cast) if amax is None else definition.encode_with_amax(x, cast, amax.reshape(()))
+    if Form.VALUES in (rowwise, columnwise):
+        values = _in_form(x, cast, Form.VALUES, dtype) if codes is None else fake_quantized(codes, dtype)
     if record is not None:
         record.copy_(torch.maximum(record, tensor_amax(x).reshape(record.shape)))
-    return results[rowwise], _transpose(results[columnwise])
+    row = None if rowwise is None else codes if rowwise is Form.CODES else values
+    if columnwise is Form.VALUES:
+        assert isinstance(values, FakeQuantized)
+        return row, replace(values, values=values.values.transpose(-1, -2))
+    if columnwise is None or codes is None:
+        return row, None
+    column = transposed(codes)
+    data, scale = (t.clone(memory_format=torch.contiguous_format) for t in (column.data, column.scale))
+    return row, replace(column, data=data, scale=scale)  # copies, because products read rows
 
 
 TWO_CASTS = Kernel("two casts", definition.refuses, _two_casts)
@@ -82,13 +77,13 @@ TWO_CASTS_PAIR = Kernel("two casts", _refuses_pair, _two_casts_pair)
 
 
 QUANTIZE_BOTH: tuple[Kernel, ...] = (
-    cuda_both.QUANTIZE_BOTH,
+    cuda_both.KERNEL,
     triton_ops.QUANTIZE_BOTH,
     TWO_CASTS,
 )
 """``run(x, cast)``: the operand of x and the operand of its transpose."""
 PAIR: tuple[Kernel, ...] = (
-    to_row_scaled_both.PAIR, to_row_scaled_both.PAIR_BY_CODES, cuda_both.PAIR, triton_ops.PAIR, TWO_CASTS_PAIR,
+    to_row_scaled_both.PAIR, to_row_scaled_both.PAIR_BY_CODES, cuda_both.KERNEL, triton_ops.PAIR, TWO_CASTS_PAIR,
 )  # fmt: skip
 """``run(x, cast, rowwise, columnwise, dtype, amax, record)``: what ``cast_pair`` returns."""
 

@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -97,7 +98,7 @@ _FORMATS: dict[object, tuple[Any, ...]] = {}
 
 
 def c_format(format: Format) -> Any:
-    """The fields of ``format`` for C, in memory that stays."""
+    """A pointer to the fields of ``format`` for C, in memory that stays."""
     e, kind, block, signed_zero = format.element, format.scale, format.block, format.signed_zero
     key = (id(e), id(kind), block, signed_zero)  # by identity: to hash an element takes as long as to call C
     cached = _FORMATS.get(key)
@@ -110,14 +111,8 @@ def c_format(format: Format) -> Any:
         element = _Element(*fields, e.max, 1.0 / e.max)
         c = _Format(element, SCALES.index(kind), *block, int(signed_zero), (ctypes.c_float * 256)(*values))
         # The entry references e and kind, so that no other object gets their ids.
-        cached = _FORMATS[key] = (c, ctypes.byref(c), e, kind)
+        cached = _FORMATS[key] = (ctypes.pointer(c), e, kind)
     return cached[0]
-
-
-def _c_format(format: Format) -> Any:
-    """A reference to the fields of ``format`` for C."""
-    cached = _FORMATS.get((id(format.element), id(format.scale), format.block, format.signed_zero))
-    return ctypes.byref(c_format(format)) if cached is None else cached[1]
 
 
 _pool: list[ThreadPoolExecutor] = []
@@ -152,24 +147,17 @@ def in_spans(work: Callable[[int, int], int], units: int, values: int, *memory: 
                 results.put(error)
                 raise
 
-    _start(run, threads - 1, memory)
+    with suppress(RuntimeError, IndexError):  # the interpreter shuts down, the system has no more threads, or a fork
+        if not _pool:
+            _pool.append(ThreadPoolExecutor(torch.get_num_threads(), "mxtensor"))
+        for _ in range(threads - 1):
+            _pool[0].submit(run, *memory)
     run()
     found = [results.get() for _ in range(threads)]
     for result in found:
         if isinstance(result, BaseException):
             raise result
     return max(found)  # type: ignore[type-var,return-value]
-
-
-def _start(run: Callable[..., None], threads: int, memory: tuple[object, ...]) -> None:
-    """Let other threads run ``run(*memory)`` too, as many as can be had."""
-    try:
-        if not _pool:
-            _pool.append(ThreadPoolExecutor(torch.get_num_threads(), "mxtensor"))
-        for _ in range(threads):
-            _pool[0].submit(run, *memory)
-    except (RuntimeError, IndexError):  # the interpreter shuts down, or the system has no more threads; or a fork
-        return
 
 
 def _refuses(spec: Spec, format: Format) -> str | None:
@@ -214,20 +202,20 @@ def _quantize(x: Tensor, cast: Cast) -> Operand:
         rows = shape[-2]  # of one matrix; without blocks that span rows, a stack is one matrix
     if transposed:
         height = TRANSPOSED_ROWS
-    c_format, mode, kind = _c_format(format), MODES[cast.scaling], KINDS[x.dtype]
+    fields, mode, kind = c_format(format), MODES[cast.scaling], KINDS[x.dtype]
     source, codes, scales = x.data_ptr(), out.data.data_ptr(), out.scale.data_ptr()
     global_scale = None if out.global_scale is None else out.global_scale.data_ptr()
     amax = 0
     if global_scale is not None or tile == FULL:
         amax = in_spans(lambda first, end: lib.mx_amax(source, kind, first, end), values, values, x)
 
-    def work(first: int, end: int) -> int:
-        return lib.mx_encode(  # type: ignore[no-any-return]
-            c_format, mode, source, kind, rows, cols, transposed, height, amax, cast.amax_epsilon, first, end, codes,
+    in_spans(
+        lambda first, end: lib.mx_encode(
+            fields, mode, source, kind, rows, cols, transposed, height, amax, cast.amax_epsilon, first, end, codes,
             scales, global_scale,
-        )  # fmt: skip
-
-    in_spans(work, values // (rows * cols) * -(-rows // height), values, x, out)
+        ),
+        values // (rows * cols) * -(-rows // height), values, x, out,
+    )  # fmt: skip
     return out
 
 
@@ -254,28 +242,22 @@ def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tenso
     if not out.numel():
         return out
     rows, cols = shape[-2] if len(shape) > 1 else 1, shape[-1]
-    if operand.has_stack_scales:
-        return _decode_matrices(operand, start, length, out)
-    c_format, kind, size = _c_format(operand.format), KINDS[out.dtype], cols * out.itemsize
+    if operand.has_stack_scales:  # matrices with global scales of their own
+        flat = out.view(length, cols)
+        for place, matrix in enumerate(operand.matrices()):
+            first, end = max(start, place * rows), min(start + length, (place + 1) * rows)
+            if first < end:
+                decode_rows(matrix, first - place * rows, end - first, flat[first - start : end - start])
+        return out
+    fields, kind, size = c_format(operand.format), KINDS[out.dtype], cols * out.itemsize
     codes, scales, to = operand.data.data_ptr(), operand.scale.data_ptr(), out.data_ptr()
-    global_scale_ptr = None if global_scale is None else global_scale.data_ptr()
-
-    def work(first: int, end: int) -> int:
-        return lib.mx_decode(  # type: ignore[no-any-return]
-            c_format, codes, scales, global_scale_ptr, rows, cols, start + first, start + end, to + first * size, kind
-        )
-
-    in_spans(work, length, length * cols, operand, out)
-    return out
-
-
-def _decode_matrices(stack: Operand, start: int, length: int, out: Tensor) -> Tensor:
-    """``decode_rows`` of matrices with global scales of their own."""
-    rows, flat = stack.shape[-2], out.view(length, stack.shape[-1])
-    for place, matrix in enumerate(stack.matrices()):
-        first, end = max(start, place * rows), min(start + length, (place + 1) * rows)
-        if first < end:
-            decode_rows(matrix, first - place * rows, end - first, flat[first - start : end - start])
+    global_scale_at = None if global_scale is None else global_scale.data_ptr()
+    in_spans(
+        lambda first, end: lib.mx_decode(
+            fields, codes, scales, global_scale_at, rows, cols, start + first, start + end, to + first * size, kind
+        ),
+        length, length * cols, operand, out,
+    )  # fmt: skip
     return out
 
 
@@ -343,13 +325,13 @@ def _quantize_nvfp4(x: Tensor, cast: Cast) -> Operand:
     (rows, cols), tile = x.shape, format.block[0]
     source, codes, scales, largest = (t.data_ptr() for t in (x, out.data, out.scale, amax))
 
-    def work(first: int, end: int) -> int:
-        return lib.mx_encode_nvfp4(  # type: ignore[no-any-return]
+    in_spans(
+        lambda first, end: lib.mx_encode_nvfp4(
             source, KINDS[x.dtype], rows, cols, *x.stride(), tile, error, bound, largest, format.row_scaled, first, end,
             codes, scales,
-        )  # fmt: skip
-
-    in_spans(work, -(-rows // tile), x.numel(), x, out, amax)
+        ),
+        -(-rows // tile), x.numel(), x, out, amax,
+    )  # fmt: skip
     data, scale = out.data.view(format.data_shape(shape)), out.scale.view(format.scale_shape(shape))
     return Operand(data, scale, global_scale.view(format.global_scale_shape(shape)), format, shape)
 

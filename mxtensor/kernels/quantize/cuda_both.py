@@ -24,7 +24,7 @@ from ...numerics.operand import Operand
 from ..operands import Form
 from ..runtime import nvrtc, triton_launch
 from ..runtime.custom_op import check_argument, check_device
-from ..runtime.host_calls import launch_kernel
+from ..runtime.host_calls import launch_steps
 from ..runtime.nvrtc import ELEMENTS, RESERVED, TYPES, cast_constants, copy_size, no_cuda_sources
 from .triton_common import amax_of, ceil_div, empty, operand_of, rows_of
 from .triton_ops import both_operands, fake_operands, tensors_of
@@ -95,8 +95,10 @@ def why_not(cast: Cast, dtype: torch.dtype) -> str | None:
     return cast.why_not_plain
 
 
-def refuses(spec: Spec, x: Tensor, cast: Cast) -> str | None:
-    """Why the kernel does not make both copies; None if it does."""
+def refuses(spec: Spec, x: Tensor, cast: Cast, *pair: object) -> str | None:
+    """Why the kernel does not make both copies; None if it does. ``pair``: what ``cast_pair`` passes after the cast."""
+    if pair and pair[:2] != (Form.CODES, Form.CODES):
+        return "casts to codes, both ways"
     if x.dim() != 2:
         return "matrices only"
     if 0 in spec.shapes[0]:
@@ -135,50 +137,40 @@ def _kernel(
     return nvrtc.function(device, SOURCES, row, "cast_both", ARGUMENTS, tile.threads)
 
 
-def _cast_both(
-    x: Tensor, cast: Cast, rowwise: tuple[Tensor, Tensor], columnwise: tuple[Tensor, Tensor], given: Tile | None
-) -> Tensor | None:
-    """Write codes and scales of the rows of a matrix with unit stride along its rows, and of its columns, transposed.
-
-    Returns the global scale or None.
-    """
-    format, size, (rows, cols) = cast.format, x.element_size(), x.shape
-    tile = given or tile_for(format, size, rows, cols)
-    (codes, scales), (columns, column_scales) = rowwise, columnwise
-    tiles = ceil_div(cols, tile.cols)
-    strips = ceil_div(tiles, tile.strip)
-    stride = x.stride(0) * size
-    pieces = (
-        copy_size(x.data_ptr() & 15, stride, cols * size),
-        copy_size(codes.shape[1]),
-        copy_size(scales.shape[1], tile.strip * tile.cols // format.block[1]),
-        copy_size(columns.shape[1]),
-        copy_size(column_scales.shape[1], tile.rows // format.block[1]),
-    )
-    even = pieces[0] == 16 and rows % tile.rows == 0 and cols % tile.cols == 0
-    amax = amax_of(x) if format.has_tensor_scale else None
-    global_scale = x.new_empty((), dtype=torch.float32) if format.global_scale else None
-    widths = (t.shape[1] for t in (codes, scales, columns, column_scales))
-    launch_kernel(
-        _kernel(x.device, cast, x.dtype, tile, even, pieces),
-        ceil_div(rows, tile.rows) * strips,
-        shared_bytes(tile, format, size),
-        (x, codes, scales, columns, column_scales, amax, global_scale, stride, rows, cols, *widths, tiles, strips),
-    )
-    return global_scale
-
-
-def quantize_both(x: Tensor, cast: Cast, *forms: object, given: Tile | None = None) -> tuple[Operand, Operand]:
+def quantize_both(x: Tensor, cast: Cast, *pair: object, given: Tile | None = None) -> tuple[Operand, Operand]:
     """The operands of a matrix and of its transpose in one pass; for a global scale after a pass for the amax.
 
-    ``forms``: those of ``choose_pair.cast_pair``, all codes. ``given``: the tile, else that of ``tile_for``.
+    ``pair``: what ``cast_pair`` passes after the cast, with two forms of codes. ``given``: the tile, else that of
+    ``tile_for``.
     """
-    format, shape = cast.format, (x.shape[0], x.shape[1])
-    transposed = shape[::-1]
-    rowwise, columnwise = empty(x, format, shape), empty(x, format, transposed)
+    format, size, (rows, cols) = cast.format, x.element_size(), (x.shape[0], x.shape[1])
+    (codes, scales), (columns, column_scales) = empty(x, format, (rows, cols)), empty(x, format, (cols, rows))
+    tile = given or tile_for(format, size, rows, cols)
+    tiles = ceil_div(cols, tile.cols)
+    strips = ceil_div(tiles, tile.strip)
     with triton_launch.on(x.device):
-        global_scale = _cast_both(rows_of(x), cast, rowwise, columnwise, given)
-    return operand_of(rowwise, global_scale, format, shape), operand_of(columnwise, global_scale, format, transposed)
+        x = rows_of(x)
+        stride = x.stride(0) * size
+        pieces = (
+            copy_size(x.data_ptr() & 15, stride, cols * size),
+            copy_size(codes.shape[1]),
+            copy_size(scales.shape[1], tile.strip * tile.cols // format.block[1]),
+            copy_size(columns.shape[1]),
+            copy_size(column_scales.shape[1], tile.rows // format.block[1]),
+        )
+        even = pieces[0] == 16 and rows % tile.rows == 0 and cols % tile.cols == 0
+        amax = amax_of(x) if format.has_tensor_scale else None
+        global_scale = x.new_empty((), dtype=torch.float32) if format.global_scale else None
+        tensors = x, codes, scales, columns, column_scales, amax, global_scale
+        numbers = stride, rows, cols, *(t.shape[1] for t in (codes, scales, columns, column_scales)), tiles, strips
+        kernel, grid = _kernel(x.device, cast, x.dtype, tile, even, pieces), (ceil_div(rows, tile.rows) * strips, 1)
+        memory = shared_bytes(tile, format, size)
+        launch_steps(
+            lambda *given: [(kernel, grid, memory, [*(0 if t is None else t.data_ptr() for t in given), *numbers])],
+            tensors,
+        )
+    row = operand_of((codes, scales), global_scale, format, (rows, cols))
+    return row, operand_of((columns, column_scales), global_scale, format, (cols, rows))
 
 
 # ---------------------------------------------------------------------------------------------- custom op and kernels
@@ -202,21 +194,8 @@ def _(x, format, scaling):  # type: ignore[no-untyped-def]
     return fake_operands(x, get_format(format), [tuple(x.shape), (x.shape[1], x.shape[0])])
 
 
-def _traced(x: Tensor, cast: Cast, *forms: object) -> tuple[Operand, Operand]:
+def _traced(x: Tensor, cast: Cast, *pair: object) -> tuple[Operand, Operand]:
     return both_operands(cast_both_op(x.detach(), cast.format.name, cast.scaling.value), cast, x.shape)
 
 
-# ---------------------------------------------------------------------------------------------- pairs of forms
-
-
-def _refuses_pair(
-    spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
-    amax: Tensor | None, record: Tensor | None,
-) -> str | None:  # fmt: skip
-    if rowwise is not Form.CODES or columnwise is not Form.CODES:
-        return "casts to codes, both ways"
-    return refuses(spec, x, cast)
-
-
-QUANTIZE_BOTH = Kernel("cuda", refuses, quantize_both, "cuda", _traced)
-PAIR = Kernel("cuda", _refuses_pair, quantize_both, "cuda", _traced)
+KERNEL = Kernel("cuda", refuses, quantize_both, "cuda", _traced)

@@ -63,21 +63,17 @@ def encode_with_amax(x: Tensor, cast: Cast, amax: Tensor) -> Operand:
     return encode(torch.where(x.isfinite(), x, float("nan")), cast, amax)
 
 
-def _wants_opaque(x: Tensor, cast: Cast) -> bool:
-    if not is_traced(x):
-        return False
-    power_of_two = cast.format.scale.significant_bits == 1
-    if x.device.type == "cpu":
-        rows = power_of_two and cast.format.block[0] == 1 and cast.rounding is Rounding.NEAREST
-        return (rows or cast.four_over_six is not None) and not is_exporting()
-    return not power_of_two
-
-
 def _quantize(x: Tensor, cast: Cast) -> Operand:
     if x.is_meta:  # torch's shape functions would import Dynamo, which takes two seconds
         check_source(x)
         return Operand.empty(cast.format, x.shape, x.device)
-    if not _wants_opaque(x, cast):
+    power_of_two, opaque = cast.format.scale.significant_bits == 1, False
+    if is_traced(x) and x.device.type == "cpu":
+        rows = power_of_two and cast.format.block[0] == 1 and cast.rounding is Rounding.NEAREST
+        opaque = (rows or cast.four_over_six is not None) and not is_exporting()
+    elif is_traced(x):
+        opaque = not power_of_two
+    if not opaque:
         return encode(x, cast)
     words = cast.format.name, cast.scaling.value, cast.rounding.value
     four = None if cast.four_over_six is None else cast.four_over_six.value
@@ -195,15 +191,6 @@ def half_from_codes(data: Tensor, element: ElementFormat) -> Tensor:
     return code.bitwise_left_shift_(shift).bitwise_and_((0x7F << shift) - 0x8000).view(torch.float16)
 
 
-def _has_nan_code(data: Tensor, element: ElementFormat) -> bool:
-    """Whether a code is an e4m3 NaN, which ``half_from_codes`` would decode as 480."""
-    return (
-        element.nan_code == 0x7F
-        and element.exponent_bits == 4
-        and bool((data.view(torch.int8).amax() == 0x7F) | (data.view(torch.uint8).amax() == 0xFF))
-    )
-
-
 def row_step(operand: Operand, values: int) -> int:
     """How many rows of a 2-D operand to decode at a time: about ``values`` values in whole blocks."""
     rows = max(operand.format.block[0], 1)
@@ -216,7 +203,9 @@ def decode_rows(operand: Operand, start: int, length: int, out: Tensor) -> Tenso
     rows = format.block[0]
     data = operand.data.narrow(0, start, length)
     scale = operand.scale if rows == FULL else operand.scale.narrow(0, start // rows, -(-length // rows))
-    if _has_nan_code(data, element):
+    # ``half_from_codes`` would decode the NaNs of E4M3 as 480.
+    has_nan_code = element.nan_code == 0x7F and element.exponent_bits == 4
+    if has_nan_code and bool((data.view(torch.int8).amax() == 0x7F) | (data.view(torch.uint8).amax() == 0xFF)):
         part = Operand(data, scale, operand.global_scale, format, (length, cols))
         return out.copy_(decode(part, out.dtype))
     value = out if out.dtype is torch.float32 else out.new_empty(length, cols, dtype=torch.float32)

@@ -46,17 +46,16 @@ def rotated(x: Tensor, signs: int) -> Tensor:
     compute = torch.bfloat16 if in_bfloat16 else torch.float32
     make = _matrix if is_traced(x) else _cached_matrix
     matrix = recording.constant(make, signs, x.device, compute)
-    if x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1 and x.numel():
+    is_transposed = x.dim() == 2 and x.stride(0) == 1 and x.stride(1) != 1 and bool(x.numel())
+    if is_transposed:
         groups = x.t().unflatten(0, (-1, GROUP)).to(compute)
-        transposed = torch.bmm(matrix.t().expand(groups.shape[0], GROUP, GROUP), groups)
-        return _rounded(transposed).flatten(0, 1).t()
-    return _rounded(x.reshape(-1, GROUP).to(compute) @ matrix).view(x.shape)
-
-
-def _rounded(x: Tensor) -> Tensor:
-    """``x`` in bfloat16. as_strided makes inductor store it: inside a kernel it keeps float32 and does not round."""
-    out = x.to(torch.bfloat16)
-    return out.as_strided(out.shape, out.stride()) if is_traced(out) else out
+        product = torch.bmm(matrix.t().expand(groups.shape[0], GROUP, GROUP), groups)
+    else:
+        product = x.reshape(-1, GROUP).to(compute) @ matrix
+    out = product.to(torch.bfloat16)
+    if is_traced(out):  # makes inductor store it: inside a kernel it keeps float32 and does not round
+        out = out.as_strided(out.shape, out.stride())
+    return out.flatten(0, 1).t() if is_transposed else out.view(x.shape)
 
 
 def rotated_back(x: Tensor, signs: int) -> Tensor:

@@ -60,16 +60,11 @@ class RowCode(NamedTuple):
 
 
 @cache
-def row_code(element: ElementFormat, float8: bool) -> RowCode:
-    """The constants of an element."""
+def row_code(element: ElementFormat, capability: tuple[int, int], unlimited_range: bool = False) -> RowCode:
+    """The constants of an element on devices of this compute capability; (0, 0): integer arithmetic only."""
     offset, max_range = rescaling_of(element)
     half_smallest = 2.0 ** (-element.bias - element.mantissa_bits)
-    return RowCode(offset, max_range, MAX_SCALE_EXPONENT, half_smallest, float8)
-
-
-def constants_of(element: ElementFormat, device: torch.device) -> RowCode:
-    """The constants of an element on this device."""
-    return row_code(element, triton_launch.instructions_of(device) >= (8, 9))
+    return RowCode(offset, max_range, MAX_SCALE_EXPONENT, half_smallest, capability >= (8, 9), unlimited_range)
 
 
 def _tile(tile: Tile, width: int) -> tuple[int, bool, int]:
@@ -117,7 +112,7 @@ def rows_of_operand(operand: Operand, multiple: int, unlimited_range: bool = Fal
     code = format_code(format, triton_launch.instructions_of(device), False)
     block_rows, block_cols = (0 if b == FULL else b for b in format.block)
     columns, whole, warps = _tile(OPERAND, codes.shape[1])
-    constants = constants_of(format.element, device)._replace(unlimited_range=unlimited_range)
+    constants = row_code(format.element, triton_launch.instructions_of(device), unlimited_range)
     with on(device):
         launch(
             device_code("row_scaled.operand_to_rows"),
@@ -172,7 +167,7 @@ def rows_of_values(x: Tensor, cast: Cast, unlimited_range: bool = False, into: C
     width = codes.shape[1]
     columns, whole, warps = _tile(CAST, width)
     even = cols == width and cols % columns == 0
-    constants = constants_of(format.element, x.device)._replace(unlimited_range=unlimited_range)
+    constants = row_code(format.element, triton_launch.instructions_of(x.device), unlimited_range)
     with on(x.device):
         launch(
             device_code("row_scaled.cast_to_rows"),

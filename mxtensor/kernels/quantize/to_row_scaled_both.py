@@ -18,9 +18,8 @@ each matrix and each group. The ends of the groups stay on the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +33,15 @@ from ...core.shapes import as_matrix
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Rounding, get_format
 from ...numerics.groups import Groups
-from ...numerics.operand import Operand, transposed
+from ...numerics.operand import transposed
 from ...numerics.row_scaled import why_not
 from ..operands import INNER, MAX_GROUPS, Form, GemmOperand, RowOperand, Unquantized, sections
+from ..runtime import triton_launch
 from ..runtime.custom_op import check_argument, check_codes, check_device
 from ..runtime.triton_launch import device_code, launch, on, zeros
 from . import definition
 from .choose_cast import quantize_operand
-from .to_row_scaled import constants_of, matrix_of, rows_of_operand, rows_of_values, why_not_along_rows, why_not_in_one
+from .to_row_scaled import matrix_of, row_code, rows_of_operand, rows_of_values, why_not_along_rows, why_not_in_one
 from .triton_common import (
     EXPONENT_TILE,
     ROW_SCALED_TILES,
@@ -68,8 +68,11 @@ PADS = (32, 64, 128)
 Pair = tuple[RowOperand | None, RowOperand | None]
 
 
-def why_not_both(x: Tensor, cast: Cast) -> str | None:
-    """Why the row-scaled operands of a matrix and of its transpose cannot be cast in two passes; None if they can."""
+def why_not_both(x: Tensor, cast: Cast, groups: Groups | None = None) -> str | None:
+    """Why the row-scaled operands of a matrix and of its transpose cannot be cast in two passes; None if they can.
+
+    ``groups``: the same of the rows of a matrix in groups, and of the transpose of the padded matrix.
+    """
     format = cast.format
     square = format.square and x.dtype is torch.bfloat16
     reason = why_not(format) or (None if square else why_not_along_rows(x, cast))
@@ -83,75 +86,39 @@ def why_not_both(x: Tensor, cast: Cast) -> str | None:
     size = format.block[1] if square else INNER
     if x.dim() not in (2, 3) or x.shape[-2] % size or x.shape[-1] % size or 0 in x.shape:
         return f"needs a matrix of multiples of {size} rows and columns or a stack of them, not {tuple(x.shape)}"
-    return None
-
-
-def why_not_groups(x: Tensor, cast: Cast, groups: Groups) -> str | None:
-    """The same of the rows of a matrix in groups, and of the transpose of the padded matrix."""
-    reason = why_not_both(x, cast)
-    if reason is not None:
-        return reason
-    if cast.format.square:
-        return f"casts blocks along rows in groups, not those of {cast.format}"
+    if groups is None:
+        return None
+    if format.square:
+        return f"casts blocks along rows in groups, not those of {format}"
     if x.dim() != 2 or x.dtype is not torch.bfloat16:
         return f"casts groups of rows of bfloat16, not {dtype_name(x.dtype)} {tuple(x.shape)}"
-    if groups.block not in PADS or groups.block % cast.format.block[1]:
+    if groups.block not in PADS or groups.block % format.block[1]:
         return f"pads groups to {', '.join(map(str, PADS))} rows and whole blocks, not to {groups.block}"
-    if groups.number > MAX_GROUPS:
-        return f"casts at most {MAX_GROUPS} groups, got {groups.number}"
+    return f"casts at most {MAX_GROUPS} groups, got {groups.number}" if groups.number > MAX_GROUPS else None
+
+
+def why_not_rows_first(x: Tensor, cast: Cast) -> str | None:
+    """Why the rows of a matrix that ``why_not_both`` accepts are not cast in the pass that finds the exponents of its
+    columns; None if they are."""
+    if x.dtype is not torch.bfloat16 or cast.rounding is not Rounding.NEAREST or cast.format.square:
+        return f"casts blocks along rows of bfloat16 to nearest, not {dtype_name(x.dtype)} to {cast.format}"
+    rows, cols, block = math.prod(x.shape[:-1]), x.shape[-1], cast.format.block[1]
+    if cols > WIDEST:
+        return f"has at most {WIDEST} columns in registers, got {cols}"
+    if ceil_div(rows, block) * _rows_first_tile(block, cols // 2)[2] < BUSY * multiprocessors(x.device):
+        return f"does not fill the device with {rows} rows"
     return None
 
 
-def empty_operand(shape: tuple[int, ...], cast: Cast, device: torch.device, groups: int = 1) -> RowOperand:
-    """Memory for an operand with the scales of its blocks: one tensor, which is saved for the backward pass."""
-    size = sections(cast.format, shape, groups)[1]
-    return RowOperand.inside(torch.empty(size, dtype=torch.uint8, device=device), cast.format, shape, groups)
+def _rows_first_tile(block: int, words: int) -> tuple[int, int, int]:
+    """(rows at a time, words, warps) of a program that casts a block of rows and finds the exponents of columns."""
+    at_a_time, of_warp = ROWS_FIRST_TILE
+    wide = max(block // 2, power_above(words - 1))
+    low = max(1, min(block, at_a_time // wide))
+    return low, wide, max(1, min(16, low * wide // of_warp[wide >= 2 * at_a_time]))
 
 
-def rows_of_both(x: Tensor, cast: Cast, rowwise: bool = True) -> Pair:
-    """The operand of a matrix or stack that ``why_not_both`` accepts, if asked for, and that of its transpose."""
-    shape = tuple(x.shape)
-    if x.dtype is not torch.bfloat16:
-        return _alone(x, cast) if rowwise else None, _alone(x.mT.contiguous(), cast)
-    row = empty_operand(shape, cast, x.device) if rowwise else None
-    column = empty_operand((*shape[:-2], shape[-1], shape[-2]), cast, x.device)
-    _cast_both(rows_of(x), cast, row, column, _Matrices.of(x))
-    return row, column
-
-
-def rows_of_groups(x: Tensor, cast: Cast, groups: Groups, rowwise: bool = True) -> Pair:
-    """The operand of rows in groups that ``why_not_groups`` accepts, if asked for, and that of the transpose of the
-    padded matrix (cols, P), in which each group of columns has scales of its own."""
-    (rows, cols), count = x.shape, groups.number
-    row = empty_operand((rows, cols), cast, x.device) if rowwise else None
-    column = empty_operand((cols, groups.length), cast, x.device, count)
-    _cast_both(rows_of(x), cast, row, column, _Matrices(count, rows, groups))
-    return row, column
-
-
-class _Matrices(NamedTuple):
-    """A stack of matrices, or groups of rows."""
-
-    number: int
-    rows: int
-    """of each matrix of a stack; of all groups"""
-    groups: Groups | None = None
-
-    @classmethod
-    def of(cls, x: Tensor) -> _Matrices:
-        """A stack, or one matrix."""
-        return cls(math.prod(x.shape[:-2]), x.shape[-2])
-
-    @property
-    def pad(self) -> int:
-        """The rows to whose multiples groups are padded; 0 for a stack."""
-        return 0 if self.groups is None else self.groups.block
-
-    def tiles(self, tile_rows: int) -> int:
-        """The most tiles of so many rows."""
-        if self.groups is None:
-            return self.number * ceil_div(self.rows, tile_rows)
-        return self.groups.length // tile_rows + self.number + 2
+# ---------------------------------------------------------------------------------------------- the passes
 
 
 def _tile_map(groups: Groups, tile_rows: int, tiles: int) -> Tensor:
@@ -168,131 +135,104 @@ def _tile_map(groups: Groups, tile_rows: int, tiles: int) -> Tensor:
     return out
 
 
-class _Passes:
-    """The passes over a matrix of all rows, in words of two values."""
+def _cast(
+    x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand | None, groups: Groups | None = None,
+    exponents: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Fill the operand of the rows of x and that of its transpose, or one of them; returns exponent words, first those
+    of the columns: int32 (matrices * cols,).
 
-    def __init__(self, x: Tensor, cast: Cast, matrices: _Matrices, form: str) -> None:
-        """``form``: in ``ROW_SCALED_TILES``."""
-        self.x = x if in_pairs(x) else x.contiguous()
-        self.cast, self.matrices, self.form, device = cast, matrices, form, x.device
-        self.code, self.constants = code_of(cast, device), constants_of(cast.format.element, device)
-        self.block, self.words = cast.format.block[1], x.shape[1] // 2
-        self.spans, self.tile_words, self.warps = ROW_SCALED_TILES[form]
-        self.tile_rows = max(self.spans * 32, self.block, matrices.pad)
-        self.tile_count = matrices.tiles(self.tile_rows)
-        tile_map = None if matrices.groups is None else _tile_map(matrices.groups, self.tile_rows, self.tile_count)
-        self.tile_arguments = tile_map, matrices.number, matrices.rows, self.words, self.x.stride(0) // 2
-
-    def even(self, wide: int) -> tuple[bool, bool]:
-        """Whether all tiles of so many words, and all their rows, are whole."""
-        whole = self.words % wide == 0
-        return whole and self.matrices.groups is None and self.matrices.rows % self.tile_rows == 0, whole
-
-    def rows_and_column_exponents(self, row: RowOperand, column_exponents: Tensor) -> None:
-        """Fill the operand of the rows and find the exponents of the columns."""
-        low, wide, warps = _rows_first_tile(self.block, self.words)
-        launch(
-            device_code("row_scaled_both.rows_and_column_exponents"),
-            self.tile_count * (self.tile_rows // self.block),
-            (self.x, column_exponents, *row[:4], *self.tile_arguments, ceil_div(2 * self.words, self.block)),
-            (self.code, self.constants, self.tile_rows, low, wide, *self.even(wide), self.matrices.pad),
-            warps,
-        )
-
-    def exponents(self, row_exponents: Tensor | None, column_exponents: Tensor) -> None:
-        """Find the exponent words of the columns and, if there is memory for them, of the rows."""
-        wide, warps = EXPONENT_TILE
-        wide = max(wide, self.block // 2)
-        launch(
-            device_code("row_scaled_both.exponents_of_both"),
-            self.tile_count * ceil_div(self.words, wide),
-            (self.x, row_exponents, column_exponents, *self.tile_arguments),
-            (
-                self.code, self.constants, self.tile_rows, wide, row_exponents is not None, *self.even(wide),
-                self.matrices.pad, self.cast.format.square,
-            ),
-            warps,
-        )  # fmt: skip
-
-    def casts(
-        self, row: RowOperand | None, column: RowOperand, row_exponents: Tensor | None, column_exponents: Tensor
-    ) -> None:
-        """Fill the operand of the transpose, and that of the rows if it is given."""
-        wide, length = max(self.tile_words, self.block // 2), column.shape[-1]
-        launch(
-            device_code("row_scaled_both.cast_both_to_rows"),
-            self.tile_count * ceil_div(self.words, wide),
-            (
-                self.x, row_exponents, column_exponents, *((None,) * 4 if row is None else row[:4]), *column[:4],
-                seed_of(self.cast, self.x.device), *self.tile_arguments, self.words,
-                ceil_div(2 * self.words, self.block), ceil_div(length, self.block), length // INNER,
-            ),
-            (
-                self.code, self.constants, self.tile_rows // 32, wide, row is not None, *self.even(wide),
-                self.matrices.pad, self.cast.format.square,
-            ),
-            self.warps,
-        )  # fmt: skip
-
-
-def _cast_both(x: Tensor, cast: Cast, row: RowOperand | None, column: RowOperand, matrices: _Matrices) -> None:
-    """Fill both operands from the matrix of all rows."""
-    (rows, cols), device = x.shape, x.device
-    columns, random = matrices.number * cols, cast.rounding is Rounding.STOCHASTIC
-    rows_first = row is not None and why_not_rows_first(x, cast) is None
+    ``groups``: of the rows of a matrix. ``exponents``: those words, if an earlier call has found them. Rows alone are
+    cast in the first pass, columns alone in the second one.
+    """
+    random, square, device = cast.rounding is Rounding.STOCHASTIC, cast.format.square, x.device
+    matrices, each = math.prod(x.shape[:-2]) if groups is None else groups.number, x.shape[-2]
+    rows_first = row is not None and (column is None or why_not_rows_first(x, cast) is None)
     form = "" if row is None or rows_first else "random codes" if random else "codes"
-    exponents = zeros(columns + (rows if form else 0), device)
+    x = rows_of(x)
+    (rows, cols), block, pad = x.shape, cast.format.block[1], 0 if groups is None else groups.block
+    columns, words, found = matrices * cols, cols // 2, exponents is not None
+    exponents = zeros(columns + (rows if form else 0), device) if exponents is None else exponents
     column_exponents, row_exponents = exponents[:columns], exponents[columns:] if form else None
+    x = x if in_pairs(x) else x.contiguous()
+    code, constants = code_of(cast, device), row_code(cast.format.element, triton_launch.instructions_of(device))
+    spans, cast_words, cast_warps = ROW_SCALED_TILES[form]
+    tile_rows = max(spans * 32, block, pad)
+    tiles = matrices * ceil_div(each, tile_rows) if groups is None else groups.length // tile_rows + matrices + 2
+
+    def even(wide: int) -> tuple[bool, bool]:
+        """Whether all tiles of so many words, and all their rows, are whole."""
+        return words % wide == 0 and groups is None and each % tile_rows == 0, words % wide == 0
+
     with on(device):
-        passes = _Passes(x, cast, matrices, form)
+        tile_map = None if groups is None else _tile_map(groups, tile_rows, tiles)
+        tile_arguments = tile_map, matrices, each, words, x.stride(0) // 2
         if rows_first:
             assert row is not None
-            passes.rows_and_column_exponents(row, column_exponents)
-        else:
-            passes.exponents(row_exponents, column_exponents)
-        passes.casts(row if form else None, column, row_exponents, column_exponents)
+            low, wide, warps = _rows_first_tile(block, words)
+            launch(
+                device_code("row_scaled_both.rows_and_column_exponents"),
+                tiles * (tile_rows // block),
+                (x, column_exponents, *row[:4], *tile_arguments, ceil_div(cols, block)),
+                (code, constants, tile_rows, low, wide, *even(wide), pad),
+                warps,
+            )
+        elif not found:
+            wide, warps = max(EXPONENT_TILE[0], block // 2), EXPONENT_TILE[1]
+            launch(
+                device_code("row_scaled_both.exponents_of_both"),
+                tiles * ceil_div(words, wide),
+                (x, row_exponents, column_exponents, *tile_arguments),
+                (code, constants, tile_rows, wide, row_exponents is not None, *even(wide), pad, square),
+                warps,
+            )
+        if column is not None:
+            wide, length, filled = max(cast_words, block // 2), column.shape[-1], row if form else None
+            launch(
+                device_code("row_scaled_both.cast_both_to_rows"),
+                tiles * ceil_div(words, wide),
+                (
+                    x, row_exponents, column_exponents, *((None,) * 4 if filled is None else filled[:4]), *column[:4],
+                    seed_of(cast, device), *tile_arguments, words, ceil_div(cols, block), ceil_div(length, block),
+                    length // INNER,
+                ),
+                (code, constants, tile_rows // 32, wide, filled is not None, *even(wide), pad, square),
+                cast_warps,
+            )  # fmt: skip
+    return exponents
 
 
-# ---------------------------------------------------------------------------------------------- rows and exponents
+# ---------------------------------------------------------------------------------------------- casts
 
 
-def _rows_first_tile(block: int, words: int) -> tuple[int, int, int]:
-    """(rows at a time, words, warps) of a program that casts a block of rows and finds the exponents of columns."""
-    at_a_time, of_warp = ROWS_FIRST_TILE
-    wide = max(block // 2, power_above(words - 1))
-    low = max(1, min(block, at_a_time // wide))
-    return low, wide, max(1, min(16, low * wide // of_warp[wide >= 2 * at_a_time]))
+def empty_operand(shape: tuple[int, ...], cast: Cast, device: torch.device, groups: int = 1) -> RowOperand:
+    """Memory for an operand with the scales of its blocks: one tensor, which is saved for the backward pass."""
+    size = sections(cast.format, shape, groups)[1]
+    return RowOperand.inside(torch.empty(size, dtype=torch.uint8, device=device), cast.format, shape, groups)
 
 
-def why_not_rows_first(x: Tensor, cast: Cast) -> str | None:
-    """Why the rows of a matrix that ``why_not_both`` accepts are not cast in the pass that finds the exponents of its
-    columns; None if they are."""
-    if x.dtype is not torch.bfloat16 or cast.rounding is not Rounding.NEAREST or cast.format.square:
-        return f"casts blocks along rows of bfloat16 to nearest, not {dtype_name(x.dtype)} to {cast.format}"
-    rows, cols, block = math.prod(x.shape[:-1]), x.shape[-1], cast.format.block[1]
-    if cols > WIDEST:
-        return f"has at most {WIDEST} columns in registers, got {cols}"
-    if ceil_div(rows, block) * _rows_first_tile(block, cols // 2)[2] < BUSY * multiprocessors(x.device):
-        return f"does not fill the device with {rows} rows"
-    return None
+def rows_of_both(
+    x: Tensor, cast: Cast, rowwise: bool = True, groups: Groups | None = None, *, traced: bool = False
+) -> Pair:
+    """The operand of a matrix or stack that ``why_not_both`` accepts, if asked for, and that of its transpose.
 
-
-def rows_and_column_exponents(x: Tensor, cast: Cast) -> tuple[RowOperand, Tensor]:
-    """The operand of a matrix or stack that ``why_not_both`` and ``why_not_rows_first`` accept, and what
-    ``columns_by_exponents`` takes, the exponent words of the columns: int32 (matrices * cols,)."""
-    row, matrices = empty_operand(tuple(x.shape), cast, x.device), _Matrices.of(x)
-    exponents = zeros(matrices.number * x.shape[-1], x.device)
-    with on(x.device):
-        _Passes(rows_of(x), cast, matrices, "").rows_and_column_exponents(row, exponents)
-    return row, exponents
-
-
-def columns_by_exponents(x: Tensor, cast: Cast, exponents: Tensor) -> RowOperand:
-    """The operand of the transpose of what ``rows_and_column_exponents`` has read."""
-    column = empty_operand((*x.shape[:-2], x.shape[-1], x.shape[-2]), cast, x.device)
-    with on(x.device):
-        _Passes(rows_of(x), cast, _Matrices.of(x), "").casts(None, column, None, exponents)
-    return column
+    ``groups``: of the rows of a matrix. Then the transpose is that of the padded matrix (cols, P), in which each group
+    of columns has scales of its own. ``traced``: by the custom op.
+    """
+    shape, format, number = tuple(x.shape), cast.format, 1 if groups is None else groups.number
+    transpose = (*shape[:-2], shape[-1], shape[-2] if groups is None else groups.length)
+    if traced:
+        op = cast_both_to_rows if groups is None else cast_groups_to_rows
+        ends = () if groups is None else (groups.given, groups.block)
+        memory = op(x.detach(), *ends, *cast_arguments(cast), rowwise)
+        row = RowOperand.inside(memory[0], format, shape) if rowwise else None
+        return row, RowOperand.inside(memory[-1], format, transpose, number)
+    if x.dtype is not torch.bfloat16:
+        return _alone(x, cast) if rowwise else None, _alone(x.mT.contiguous(), cast)
+    row = empty_operand(shape, cast, x.device) if rowwise else None
+    column = empty_operand(transpose, cast, x.device, number)
+    _cast(x, cast, row, column, groups)
+    return row, column
 
 
 def _alone(x: Tensor, cast: Cast) -> RowOperand:
@@ -302,10 +242,39 @@ def _alone(x: Tensor, cast: Cast) -> RowOperand:
     return out
 
 
+def rows_and_column_exponents(x: Tensor, cast: Cast, *, traced: bool = False) -> tuple[RowOperand, Tensor]:
+    """The operand of a matrix or stack that ``why_not_both`` and ``why_not_rows_first`` accept, and what
+    ``columns_by_exponents`` takes, the exponent words of the columns: int32 (matrices * cols,)."""
+    if traced:
+        memory, exponents = cast_rows_and_column_exponents(x.detach(), *cast_arguments(cast))
+        return RowOperand.inside(memory, cast.format, tuple(x.shape)), exponents
+    row = empty_operand(tuple(x.shape), cast, x.device)
+    return row, _cast(x, cast, row, None)
+
+
+def columns_by_exponents(x: Tensor, cast: Cast, exponents: Tensor, *, traced: bool = False) -> RowOperand:
+    """The operand of the transpose of what ``rows_and_column_exponents`` has read."""
+    shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
+    if traced:
+        memory = cast_columns_by_exponents(x.detach(), exponents, *cast_arguments(cast))
+        return RowOperand.inside(memory, cast.format, shape)
+    column = empty_operand(shape, cast, x.device)
+    _cast(x, cast, None, column, exponents=exponents)
+    return column
+
+
 # ---------------------------------------------------------------------------------------------- custom ops
 
 
-# ---------------------------------------------------------------------------------------------- ops
+def _check(
+    op: str, x: Tensor, most: int, dtypes: Sequence[torch.dtype], why_not_cast: Callable[[], str | None]
+) -> None:
+    """Raise TypeError or ValueError unless the kernels can read ``x``, of 2 to ``most`` dimensions, and cast it."""
+    check_argument(op, "x", x, dtypes, (None,) * max(2, min(x.dim(), most)), x.device)
+    check_device(op, x)
+    reason = why_not_cast()
+    if reason is not None:
+        raise ValueError(f"{op} {reason}")
 
 
 @custom_ops.define("mxtensor::operand_to_rows")
@@ -338,11 +307,7 @@ def cast_to_rows(
 ) -> list[Tensor]:
     """``rows_of_values`` of a matrix: codes, row scales, flags of rows out of range, scales of blocks."""
     op, cast = "mxtensor::cast_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    check_argument(op, "x", x, (x.dtype,), (None, None), x.device)
-    check_device(op, x)
-    reason = why_not(cast.format) or why_not_in_one(x, cast)
-    if reason is not None:
-        raise ValueError(f"{op} {reason}")
+    _check(op, x, 2, (x.dtype,), lambda: why_not(cast.format) or why_not_in_one(x, cast))
     return list(rows_of_values(x, cast, unlimited_range))
 
 
@@ -363,11 +328,7 @@ def cast_both_to_rows(
     x: a matrix, or a stack of matrices.
     """
     op, cast = "mxtensor::cast_both_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    check_argument(op, "x", x, SOURCES, (None,) * max(2, min(x.dim(), 3)), x.device)
-    check_device(op, x)
-    reason = why_not_both(x, cast)
-    if reason is not None:
-        raise ValueError(f"{op} {reason}")
+    _check(op, x, 3, SOURCES, lambda: why_not_both(x, cast))
     return [side.memory for side in rows_of_both(x, cast, rowwise) if side is not None]  # type: ignore[misc]
 
 
@@ -383,16 +344,12 @@ def cast_groups_to_rows(
     x: Tensor, ends: Tensor, block: int, format: str, scaling: str, rounding: str, seed: int | None,
     amax_epsilon: float, rowwise: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """``rows_of_groups`` of groups that are padded to ``block`` rows: memory as of ``cast_both_to_rows``."""
+    """``rows_of_both`` of groups that are padded to ``block`` rows: memory as of ``cast_both_to_rows``."""
     op, cast = "mxtensor::cast_groups_to_rows", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    check_argument(op, "x", x, (torch.bfloat16,), (None, None), x.device)
     check_argument(op, "ends", ends, (torch.int32,), (None,), x.device)
-    check_device(op, x)
+    _check(op, x, 2, (torch.bfloat16,), lambda: why_not_both(x, cast, Groups(ends, x.shape[0], block)))
     groups = Groups(ends, x.shape[0], block)
-    reason = why_not_groups(x, cast, groups)
-    if reason is not None:
-        raise ValueError(f"{op} {reason}")
-    return [side.memory for side in rows_of_groups(x, cast, groups, rowwise) if side is not None]  # type: ignore[misc]
+    return [side.memory for side in rows_of_both(x, cast, rowwise, groups) if side is not None]  # type: ignore[misc]
 
 
 @custom_ops.fake_of(cast_groups_to_rows)
@@ -410,7 +367,7 @@ def cast_rows_and_column_exponents(
 ) -> list[Tensor]:
     """``rows_and_column_exponents``: the memory of the operand of the rows, and the exponents of the columns."""
     op, cast = "mxtensor::cast_rows_and_column_exponents", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    _check_rows_first(op, x, cast)
+    _check(op, x, 3, (torch.bfloat16,), lambda: why_not_both(x, cast) or why_not_rows_first(x, cast))
     row, exponents = rows_and_column_exponents(x, cast)
     return [row.memory, exponents]  # type: ignore[list-item]
 
@@ -428,7 +385,7 @@ def cast_columns_by_exponents(
 ) -> Tensor:
     """``columns_by_exponents``: the memory of the operand of the transpose."""
     op, cast = "mxtensor::cast_columns_by_exponents", Cast.of(format, scaling, rounding, seed, amax_epsilon)
-    _check_rows_first(op, x, cast)
+    _check(op, x, 3, (torch.bfloat16,), lambda: why_not_both(x, cast) or why_not_rows_first(x, cast))
     check_argument(op, "exponents", exponents, (torch.int32,), (x.numel() // x.shape[-2],), x.device)
     return columns_by_exponents(x, cast, exponents).memory  # type: ignore[return-value]
 
@@ -438,97 +395,56 @@ def _(x, exponents, format, scaling, rounding, seed, amax_epsilon):  # type: ign
     return x.new_empty(sections(get_format(format), tuple(x.mT.shape))[1], dtype=torch.uint8)
 
 
-def _check_rows_first(op: str, x: Tensor, cast: Cast) -> None:
-    check_argument(op, "x", x, (torch.bfloat16,), (None,) * max(2, min(x.dim(), 3)), x.device)
-    check_device(op, x)
-    reason = why_not_both(x, cast) or why_not_rows_first(x, cast)
-    if reason is not None:
-        raise ValueError(f"{op} {reason}")
+# ---------------------------------------------------------------------------------------------- kernels
 
 
-# ---------------------------------------------------------------------------------------------- the kernel
+def _refuses(
+    spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object,
+    why_not_cast: Callable[[Tensor, Cast], str | None],
+) -> str | None:  # fmt: skip
+    """Why a kernel of pairs refuses that casts, to the row-scaled form alone, what ``why_not_cast`` accepts."""
+    if {rowwise, columnwise} - {None} != {Form.ROWS}:
+        return "casts to the row-scaled form"
+    return refuses(spec) or why_not_cast(x, cast)
 
 
-def refuses_rows(why_not_cast: Callable[[Tensor, Cast], str | None]) -> Callable[..., str | None]:
-    """``refuses`` of a kernel of pairs that casts, to the row-scaled form alone, what ``why_not_cast`` accepts."""
-
-    def _refuses(
-        spec: Spec, x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object
-    ) -> str | None:
-        if {rowwise, columnwise} - {None} != {Form.ROWS}:
-            return "casts to the row-scaled form"
-        return refuses(spec) or why_not_cast(x, cast)
-
-    return _refuses
-
-
-def _is_transposed(x: Tensor, cast: Cast) -> bool:
-    """Whether x is a transposed view, whose rows are best cast as the columns of what its memory holds. Random numbers
-    belong to rows or to columns."""
-    transposed = x.dtype is torch.bfloat16 and x.stride(-1) != 1 and x.stride(-2) == 1
-    return transposed and cast.rounding is not Rounding.STOCHASTIC
-
-
-def _takes_both(cast: Cast, columnwise: Form | None) -> bool:
-    """Whether the cast that makes both operands runs; that of rows alone rounds blocks along rows to nearest."""
-    return columnwise is not None or cast.rounding is Rounding.STOCHASTIC or cast.format.square
-
-
-def _run(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
-    if _is_transposed(x, cast):
-        column, row = rows_of_both(x.mT, cast, columnwise is not None)
+def _run(
+    x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object, traced: bool = False
+) -> Pair:
+    random = cast.rounding is Rounding.STOCHASTIC
+    if x.dtype is torch.bfloat16 and x.stride(-1) != 1 and x.stride(-2) == 1 and not random:
+        # The rows of a transposed view are best cast as the columns of what its memory holds. Random numbers belong to
+        # rows or to columns.
+        column, row = rows_of_both(x.mT, cast, columnwise is not None, traced=traced)
         return row if rowwise is not None else None, column
-    if _takes_both(cast, columnwise):
-        row, column = rows_of_both(x, cast, rowwise is not None)
+    if columnwise is not None or random or cast.format.square:
+        row, column = rows_of_both(x, cast, rowwise is not None, traced=traced)
         return row, column if columnwise is not None else None
-    codes, row_scale, out_of_range, scale = rows_of_values(x, cast, unlimited_range=True)
+    if traced:
+        codes, row_scale, out_of_range, scale = cast_to_rows(as_matrix(x.detach()), *cast_arguments(cast), True)
+    else:
+        codes, row_scale, out_of_range, scale = rows_of_values(x, cast, unlimited_range=True)
     return RowOperand(codes, row_scale, out_of_range, scale, cast.format, tuple(x.shape)), None
 
 
-def _run_traced(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object) -> Pair:
-    x, arguments, format = x.detach(), cast_arguments(cast), cast.format
-    if _is_transposed(x, cast):
-        column, row = _run_traced(x.mT, cast, columnwise, Form.ROWS)
-        return row if rowwise is not None else None, column
-    shape = tuple(x.shape)
-    if not _takes_both(cast, columnwise):
-        codes, row_scale, out_of_range, scale = cast_to_rows(as_matrix(x), *arguments, True)
-        return RowOperand(codes, row_scale, out_of_range, scale, format, shape), None
-    memory = cast_both_to_rows(x, *arguments, rowwise is not None)
-    row = None if rowwise is None else RowOperand.inside(memory[0], format, shape)
-    transpose = (*shape[:-2], shape[-1], shape[-2])
-    return row, None if columnwise is None else RowOperand.inside(memory[-1], format, transpose)
-
-
-PAIR = Kernel("triton rows", refuses_rows(why_not_both), _run, "cuda", _run_traced)
-
-
-def _run_groups_traced(x: Tensor, cast: Cast, groups: Groups, rowwise: bool) -> Pair:
-    memory = cast_groups_to_rows(x.detach(), groups.given, groups.block, *cast_arguments(cast), rowwise)
-    (rows, cols), format = x.shape, cast.format
-    row = RowOperand.inside(memory[0], format, (rows, cols)) if rowwise else None
-    return row, RowOperand.inside(memory[-1], format, (cols, groups.length), groups.number)
-
-
-# ``cast_groups`` and ``cast_rows_first`` ask for refusals before.
-GROUPS = Kernel("triton rows", definition.refuses, rows_of_groups, "cuda", _run_groups_traced)
-
-
-def _run_first_traced(x: Tensor, cast: Cast) -> tuple[RowOperand, Tensor]:
-    memory, exponents = cast_rows_and_column_exponents(x.detach(), *cast_arguments(cast))
-    return RowOperand.inside(memory, cast.format, tuple(x.shape)), exponents
-
-
-def _run_second_traced(x: Tensor, cast: Cast, exponents: Tensor) -> RowOperand:
-    memory = cast_columns_by_exponents(x.detach(), exponents, *cast_arguments(cast))
-    return RowOperand.inside(memory, cast.format, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
-
-
-ROWS_FIRST = Kernel("triton rows", definition.refuses, rows_and_column_exponents, "cuda", _run_first_traced)
-COLUMNS_LATER = Kernel("triton rows", definition.refuses, columns_by_exponents, "cuda", _run_second_traced)
-
-
-# ---------------------------------------------------------------------------------------------- from codes
+def _run_by_codes(
+    x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object, traced: bool = False
+) -> Pair:
+    quantized = quantize_operand(x, cast)
+    sides: list[RowOperand | None] = []
+    for form, is_transposed in ((rowwise, False), (columnwise, True)):
+        if form is None:
+            sides.append(None)
+            continue
+        operand = transposed(quantized) if is_transposed else quantized
+        matrix = matrix_of(operand)
+        if traced:
+            rows = operand_to_rows(matrix.data, matrix.scale, matrix.format.name, matrix.shape[1], True)
+        else:
+            rows = rows_of_operand(matrix, 1, unlimited_range=True)
+        codes, row_scale, out_of_range = rows
+        sides.append(RowOperand(codes, row_scale, out_of_range, matrix.scale, matrix.format, tuple(operand.shape)))
+    return sides[0], sides[1]
 
 
 def why_not_by_codes(x: Tensor, cast: Cast) -> str | None:
@@ -552,32 +468,21 @@ def why_not_rows(x: Tensor, cast: Cast) -> str | None:
 
 def wants_rows(a: GemmOperand, b: GemmOperand) -> bool:
     """Whether operands that still need a cast are best cast to the row-scaled form."""
-
-    def fits(side: GemmOperand) -> bool:
-        if isinstance(side, Unquantized):
-            return side.x.dim() == 2 and why_not_rows(side.x, side.cast) is None
-        return isinstance(side, RowOperand)
-
-    return fits(a) and fits(b)
-
-
-def _of_codes(operand: Operand, traced: bool) -> RowOperand:
-    matrix = matrix_of(operand)
-    if traced:
-        made = operand_to_rows(matrix.data, matrix.scale, matrix.format.name, matrix.shape[1], True)
-    else:
-        made = rows_of_operand(matrix, 1, unlimited_range=True)
-    codes, row_scale, out_of_range = made
-    return RowOperand(codes, row_scale, out_of_range, matrix.scale, matrix.format, tuple(operand.shape))
+    return all(
+        side.x.dim() == 2 and why_not_rows(side.x, side.cast) is None
+        if isinstance(side, Unquantized)
+        else isinstance(side, RowOperand)
+        for side in (a, b)
+    )
 
 
-def _by_codes(x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, *_: object, traced: bool) -> Pair:
-    operand = quantize_operand(x, cast)
-    row = _of_codes(operand, traced) if rowwise is not None else None
-    return row, _of_codes(transposed(operand), traced) if columnwise is not None else None
+def _kernel(name: str, refuses: Callable[..., str | None], run: Callable[..., object]) -> Kernel:
+    return Kernel(name, refuses, run, "cuda", partial(run, traced=True))
 
 
-PAIR_BY_CODES = Kernel(
-    "triton rows by codes", refuses_rows(why_not_by_codes), partial(_by_codes, traced=False), "cuda",
-    partial(_by_codes, traced=True),
-)  # fmt: skip
+PAIR = _kernel("triton rows", partial(_refuses, why_not_cast=why_not_both), _run)
+PAIR_BY_CODES = _kernel("triton rows by codes", partial(_refuses, why_not_cast=why_not_by_codes), _run_by_codes)
+# ``cast_groups`` and ``cast_rows_first`` ask for refusals before.
+GROUPS = _kernel("triton rows", definition.refuses, rows_of_both)
+ROWS_FIRST = _kernel("triton rows", definition.refuses, rows_and_column_exponents)
+COLUMNS_LATER = _kernel("triton rows", definition.refuses, columns_by_exponents)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.kernel import Spec
 from ...core.names import dtype_name
 from ...numerics.cast import Cast
-from ...numerics.formats import FULL, Format
+from ...numerics.formats import FULL
 from ...numerics.operand import Operand
 from ..operands import FakeQuantized, Form, GemmOperand
 from ..runtime.triton_launch import device_code, launch, on
@@ -68,60 +68,35 @@ def round_tiles(x: Tensor, code: CastCode, rowwise: Tensor | None, columnwise: T
     )
 
 
-def _form(target: Target | None) -> str:
-    """The name of the target's form in the kernels."""
-    return "" if target is None else "values" if target[1] is None else "codes"
-
-
 def encode_columns(x: Tensor, cast: Cast, rowwise: Target | None, columnwise: Target) -> Tensor | None:
     """Cast the columns of a matrix, and its rows, into their targets; returns the global scale or None."""
-    code, seed = code_of(cast, x.device), seed_of(cast, x.device)
-    forms = _form(rowwise), _form(columnwise)
+    code, seed, (rows, cols) = code_of(cast, x.device), seed_of(cast, x.device), x.shape
+    forms = tuple("" if t is None else "values" if t[1] is None else "codes" for t in (rowwise, columnwise))
+    (data, scale), (tdata, tscale) = rowwise or (None, None), columnwise
     if seed is None and in_pairs(x) and code.block > 0:
-        values = [t[0] for t in (rowwise, columnwise) if t is not None and t[1] is None]
-        words = rounds_in_words(code, *values)
+        words = rounds_in_words(code, *(t[0] for t in (rowwise, columnwise) if t is not None and t[1] is None))
         if words and forms in (("", "values"), ("values", "values")):
-            round_tiles(x, code, None if rowwise is None else rowwise[0], columnwise[0])
+            round_tiles(x, code, data, tdata)
             return None
-        float8 = code.bits == 8 and code.exponent_bits > 0 and max(x.stride(0), x.shape[1]) < FAR
-        if (
-            float8
-            and code.signed_zero
-            and x.shape[0] % 4 == 0
-            and forms[1] == "codes"
-            and (words or forms[0] != "values")
-        ):
-            _encode_words(x, code, forms[0], rowwise or (None, None), columnwise)
+        float8 = code.bits == 8 and code.exponent_bits > 0 and max(x.stride(0), cols) < FAR
+        in_fours = float8 and code.signed_zero and rows % 4 == 0
+        if in_fours and forms[1] == "codes" and (words or forms[0] != "values"):
+            groups, wide, warps = WORD_TILES[forms[0]]
+            groups, wide, words_of_row = max(groups, code.block // 32), max(wide, code.block // 2), cols // 2
+            high = groups * min(code.block, 32)
+            launch(
+                device_code("quantize_columns.quantize_columns_words"),
+                ceil_div(rows, high) * ceil_div(words_of_row, wide),
+                (
+                    x, data, scale, tdata, tscale, rows, words_of_row, x.stride(0) // 2,
+                    0 if data is None else words_of_row, ceil_div(cols, code.block), ceil_div(rows, code.block),
+                    rows // 4,
+                ),
+                (code, groups, wide, forms[0], rows % high == 0 and words_of_row % wide == 0),
+                warps,
+            )  # fmt: skip
             return None
-    return _encode(x, cast, code, seed, forms, rowwise or (None, None), columnwise)
-
-
-def _encode_words(
-    x: Tensor, code: CastCode, form: str, rowwise: tuple[Tensor | None, Tensor | None], columnwise: Target,
-) -> None:  # fmt: skip
-    """Float8 codes of the columns of a matrix of bfloat16 pairs whose number of rows is a multiple of four."""
-    (rows, cols), (data, scale), (tdata, tscale) = x.shape, rowwise, columnwise
-    groups, wide, warps = WORD_TILES[form]
-    groups, wide, words = max(groups, code.block // 32), max(wide, code.block // 2), cols // 2
-    high = groups * min(code.block, 32)
-    launch(
-        device_code("quantize_columns.quantize_columns_words"),
-        ceil_div(rows, high) * ceil_div(words, wide),
-        (
-            x, data, scale, tdata, tscale, rows, words, x.stride(0) // 2, 0 if data is None else words,
-            ceil_div(cols, code.block), ceil_div(rows, code.block), rows // 4,
-        ),
-        (code, groups, wide, form, rows % high == 0 and words % wide == 0),
-        warps,
-    )  # fmt: skip
-
-
-def _encode(
-    x: Tensor, cast: Cast, code: CastCode, seed: Tensor | None, forms: tuple[str, str],
-    rowwise: tuple[Tensor | None, Tensor | None], columnwise: Target,
-) -> Tensor | None:  # fmt: skip
-    """Any format from any dtype, one value at a time."""
-    (rows, cols), (data, scale), (tdata, tscale) = x.shape, rowwise, columnwise
+    # Any format from any dtype, one value at a time.
     amax = amax_of(x) if cast.format.has_tensor_scale else None
     if code.block == -1:
         amax = torch.linalg.vector_norm(x, float("inf"), dim=0).to(torch.float32).view(torch.int32)
@@ -173,38 +148,40 @@ def refuses_pair(
     return cast.why_not_plain or refuses(spec)
 
 
+def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
+    rows, cols = cast.format.block
+    if rows != 1 or cols == FULL:
+        return "makes both copies of blocks along rows only"
+    return refuses_pair(spec, x, cast, Form.CODES, Form.CODES, spec.dtype, None, None)
+
+
 def pair(
-    x: Tensor, cast: Cast, rowwise: Form | None, columnwise: Form | None, dtype: torch.dtype,
-    amax: Tensor | None, record: Tensor | None,
+    x: Tensor, cast: Cast, rowwise: Form | None = Form.CODES, columnwise: Form | None = Form.CODES,
+    dtype: torch.dtype = torch.float32, amax: Tensor | None = None, record: Tensor | None = None,
 ) -> tuple[GemmOperand | None, GemmOperand | None]:  # fmt: skip
-    """``choose_pair.cast_pair``."""
-    format, shape = cast.format, tuple(x.shape)
-    x = rows_of(x)
+    """``choose_pair.cast_pair`` of a matrix, in one pass."""
+    format, shapes, x = cast.format, (tuple(x.shape), (x.shape[1], x.shape[0])), rows_of(x)
     if format.block[0] == FULL:
         return _of_one_scale(x, cast, rowwise is not None, columnwise is not None, amax, record)
-    targets = _target(x, format, rowwise, shape, dtype), _target(x, format, columnwise, shape[::-1], dtype)
+    targets: list[Target | None] = []
+    for form, shape in zip((rowwise, columnwise), shapes, strict=True):
+        if form is Form.VALUES:
+            targets.append((torch.empty(x.shape, dtype=dtype, device=x.device), None))
+        else:
+            targets.append(None if form is None else empty(x, format, shape))
     assert targets[1] is not None
     with on(x.device):
         global_scale = encode_columns(x, cast, targets[0], targets[1])
-    left = _side(targets[0], global_scale, format, shape, False)
-    return left, _side(targets[1], global_scale, format, shape[::-1], True)
-
-
-def _target(x: Tensor, format: Format, form: Form | None, shape: tuple[int, ...], dtype: torch.dtype) -> Target | None:
-    if form is Form.VALUES:
-        return torch.empty(x.shape, dtype=dtype, device=x.device), None
-    return None if form is None else empty(x, format, shape)
-
-
-def _side(
-    target: Target | None, global_scale: Tensor | None, format: Format, shape: tuple[int, ...], transposed: bool
-) -> GemmOperand | None:
-    if target is None:
-        return None
-    data, scale = target
-    if scale is None:
-        return FakeQuantized(data.t() if transposed else data, global_scale, format)
-    return operand_of((data, scale), global_scale, format, shape)
+    sides: list[GemmOperand | None] = []
+    for target, shape in zip(targets, shapes, strict=True):
+        if target is None:
+            sides.append(None)
+        elif target[1] is None:
+            values = target[0].t() if sides else target[0]
+            sides.append(FakeQuantized(values, global_scale, format))
+        else:
+            sides.append(operand_of((target[0], target[1]), global_scale, format, shape))
+    return sides[0], sides[1]
 
 
 def _of_one_scale(
@@ -213,8 +190,8 @@ def _of_one_scale(
     """Codes of a matrix and of its transpose with one scale: from ``amax``, or from a first pass over x."""
     format, (rows, cols), code, seed = cast.format, x.shape, code_of(cast, x.device), seed_of(cast, x.device)
     fours, wide, warps = TRANSPOSE_TILE
-    components = empty(x, format, (rows, cols)) if rowwise else (None, None)
-    transposed = empty(x, format, (cols, rows)) if columnwise else (None, None)
+    row = empty(x, format, (rows, cols)) if rowwise else None
+    column = empty(x, format, (cols, rows)) if columnwise else None
     whole = rows % (4 * fours) == 0 and cols % wide == 0
     with on(x.device):
         bits = amax_of(x) if amax is None else amax.detach()
@@ -222,39 +199,13 @@ def _of_one_scale(
             device_code("quantize_columns.quantize_transposed"),
             ceil_div(rows, 4 * fours) * ceil_div(cols, wide),
             (
-                x, *components, *transposed, bits, None if record is None else record.detach(), seed, rows, cols,
-                x.stride(0), rows // 4,
+                x, *(row or (None, None)), *(column or (None, None)), bits,
+                None if record is None else record.detach(), seed, rows, cols, x.stride(0), rows // 4,
             ),
             (code, fours, wide, rowwise, columnwise, amax is not None, record is not None, whole, rows % 4 == 0),
             warps,
         )  # fmt: skip
-
-    def operand(components: tuple[Tensor | None, Tensor | None], shape: tuple[int, int]) -> Operand | None:
-        data, scale = components
-        return None if data is None or scale is None else operand_of((data, scale), None, format, shape)
-
-    return operand(components, (rows, cols)), operand(transposed, (cols, rows))
-
-
-# ---------------------------------------------------------------------------------------------- both, as codes
-
-
-def quantize_both(x: Tensor, cast: Cast) -> tuple[Operand, Operand]:
-    """The operands of a matrix and of its transpose in one pass."""
-    format, shape = cast.format, tuple(x.shape)
-    transposed = (shape[1], shape[0])
-    rowwise, columnwise = empty(x, format, shape), empty(x, format, transposed)
-    with on(x.device):
-        global_scale = encode_columns(rows_of(x), cast, rowwise, columnwise)
-    return operand_of(rowwise, global_scale, format, shape), operand_of(columnwise, global_scale, format, transposed)
-
-
-def refuses_both(spec: Spec, x: Tensor, cast: Cast) -> str | None:
-    rows, cols = cast.format.block
-    if rows != 1 or cols == FULL:
-        return "makes both copies of blocks along rows only"
-    if x.dim() != 2:
-        return "matrices only"
-    if slow_in_one_pass(cast):
-        return "two casts are faster"
-    return cast.why_not_plain or refuses(spec)
+    return (
+        None if row is None else operand_of(row, None, format, (rows, cols)),
+        None if column is None else operand_of(column, None, format, (cols, rows)),
+    )

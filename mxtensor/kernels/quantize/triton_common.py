@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...core import recording
+from ...core.devices import staying
 from ...core.kernel import Spec
 from ...core.names import dtype_name
 from ...core.shapes import as_matrix
-from ...core.staying import staying
 from ...numerics.cast import Cast
 from ...numerics.formats import FULL, Format, Rounding
 from ...numerics.operand import Operand
@@ -62,22 +62,12 @@ class CastCode(NamedTuple):
 
 
 @cache
-def cast_code(cast: Cast, capability: tuple[int, int]) -> CastCode:
-    """The constants of a cast on devices of this compute capability; (0, 0): integer arithmetic only."""
-    (floor,) = struct.unpack("<i", struct.pack("<f", cast.amax_epsilon))
-    code = _code(cast.format, cast.scaling.value, cast.rounding is Rounding.STOCHASTIC, capability)
-    return code._replace(amax_floor=floor)
-
-
-@cache
 def format_code(format: Format, capability: tuple[int, int], global_scale: bool) -> CastCode:
-    """The constants to dequantize a format; ``global_scale``: whether values are multiplied by a global scale."""
-    return _code(format, "", False, capability)._replace(global_scale=global_scale, reverse=False)
+    """The constants to dequantize a format on devices of this compute capability; (0, 0): integer arithmetic only.
 
-
-def _code(format: Format, mode: str, stochastic: bool, capability: tuple[int, int]) -> CastCode:
+    ``global_scale``: whether values are multiplied by a global scale.
+    """
     e = format.element
-    whole_tensor = format.block[0] == FULL
     return CastCode(
         bits=e.bits,
         exponent_bits=e.exponent_bits,
@@ -88,15 +78,28 @@ def _code(format: Format, mode: str, stochastic: bool, capability: tuple[int, in
         inverse_max=1.0 / e.max,
         nan_code=e.nan_code,
         scale=format.scale.name,
-        block=0 if whole_tensor else format.block[1],
-        global_scale=format.global_scale,
+        block=0 if format.block[0] == FULL else format.block[1],
+        global_scale=global_scale,
         signed_zero=format.signed_zero,
         amax_floor=0,
-        mode=mode if format.scale.significant_bits == 1 else "",
-        stochastic=stochastic,
+        mode="",
+        stochastic=False,
         float8=FLOAT8.get((e.exponent_bits, e.mantissa_bits), "") if capability >= (8, 9) else "",
         pairs=capability >= (9, 0),
-        reverse=format.global_scale or whole_tensor,
+        reverse=False,
+    )
+
+
+@cache
+def cast_code(cast: Cast, capability: tuple[int, int]) -> CastCode:
+    """The constants of a cast on devices of this compute capability."""
+    (floor,) = struct.unpack("<i", struct.pack("<f", cast.amax_epsilon))
+    format = cast.format
+    return format_code(format, capability, format.global_scale)._replace(
+        amax_floor=floor,
+        mode=cast.scaling.value if format.scale.significant_bits == 1 else "",
+        stochastic=cast.rounding is Rounding.STOCHASTIC,
+        reverse=format.global_scale or format.block[0] == FULL,
     )
 
 
@@ -140,6 +143,11 @@ SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 def ceil_div(n: int, size: int) -> int:
     return -(-n // size)
+
+
+def power(n: int, least: int = 16) -> int:
+    """The least power of two that is n or more, and at least ``least``."""
+    return max(least, 1 << (n - 1).bit_length())
 
 
 def power_above(n: int) -> int:

@@ -48,14 +48,10 @@ def fake_operands(x: Tensor, format: Format, shapes: list[tuple[int, ...]]) -> l
     return tensors_of(tuple(Operand.empty(format, shape, x.device) for shape in shapes))
 
 
-def _check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
-    if dtype not in SOURCES:
-        raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32, not {dtype}")
-
-
 def _check(op: str, x: Tensor, dims: int, dtype: torch.dtype = torch.float32) -> None:
     """Raise TypeError or ValueError unless the kernels can read ``x`` and write values in ``dtype``."""
-    _check_dtype(op, "the result", dtype)
+    if dtype not in SOURCES:
+        raise TypeError(f"{op}: the result must be bfloat16, float16 or float32, not {dtype}")
     check_argument(op, "x", x, SOURCES, (None,) * max(dims, 1), x.device)
     check_device(op, x)
 
@@ -87,11 +83,11 @@ def _(x, format, scaling, rounding, seed, amax_epsilon):  # type: ignore[no-unty
 def quantize_both_op(
     x: Tensor, format: str, scaling: str, rounding: str, seed: int | None, amax_epsilon: float
 ) -> list[Tensor]:
-    """``triton_columns.quantize_both`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
+    """``triton_columns.pair`` of a matrix: codes and scales of x, those of its transpose, the global scale."""
     cast = Cast.of(format, scaling, rounding, seed, amax_epsilon)
     _check_rows("mxtensor::quantize_both", cast.format)
     _check("mxtensor::quantize_both", x, 2)
-    return tensors_of(triton_columns.quantize_both(x, cast))
+    return tensors_of(triton_columns.pair(x, cast))  # type: ignore[arg-type]
 
 
 @custom_ops.fake_of(quantize_both_op)
@@ -173,7 +169,8 @@ def dequantize_op(
 ) -> Tensor:
     """``triton_rows.dequantize`` of an operand's tensors; ``shape`` is the logical shape."""
     op, row = "mxtensor::dequantize", get_format(format)
-    _check_dtype(op, "dtype", dtype)
+    if dtype not in SOURCES:
+        raise TypeError(f"{op}: dtype must be bfloat16, float16 or float32, not {dtype}")
     operand = check_codes(op, data, scale, global_scale, row, shape)
     if 0 in operand.shape:
         raise ValueError(f"{op}: an operand of shape {operand.shape} has no values; the result is torch.empty of it")
@@ -215,26 +212,20 @@ def _pair(
     components = cast_pair_op(x.detach(), *cast_arguments(cast), *forms, dtype, amax, record is not None)
     if record is not None:
         record.copy_(torch.maximum(record, components[-1].reshape(record.shape)))
-    rest = int(record is not None)
-    global_scale = components[-1 - rest] if cast.format.global_scale else None
-    first = TENSORS[rowwise]
-    end = first + TENSORS[columnwise]
-    row = _side(components[:first], global_scale, cast.format, tuple(x.shape))
-    column = _side(components[first:end], global_scale, cast.format, (x.shape[1], x.shape[0]))
-    return row, replace(column, values=column.values.t()) if isinstance(column, FakeQuantized) else column
-
-
-TENSORS = {None: 0, Form.VALUES: 1, Form.CODES: 2}
-"""Form -> the number of its tensors, without the global scale."""
-
-
-def _side(
-    components: list[Tensor], global_scale: Tensor | None, format: Format, shape: tuple[int, ...]
-) -> GemmOperand | None:
-    """A side of a product from its values, from its codes and scales, or None from no tensors."""
-    if len(components) == 1:
-        return FakeQuantized(components[0], global_scale, format)
-    return Operand(components[0], components[1], global_scale, format, shape) if components else None
+    global_scale = components[-2 if record is not None else -1] if cast.format.global_scale else None
+    sides: list[GemmOperand | None] = []
+    at = 0
+    for form, shape in ((rowwise, tuple(x.shape)), (columnwise, (x.shape[1], x.shape[0]))):
+        if form is None:
+            sides.append(None)
+        elif form is Form.VALUES:
+            values = components[at].t() if sides else components[at]
+            sides.append(FakeQuantized(values, global_scale, cast.format))
+            at += 1
+        else:
+            sides.append(Operand(components[at], components[at + 1], global_scale, cast.format, shape))
+            at += 2
+    return sides[0], sides[1]
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype) -> Any:
@@ -243,7 +234,7 @@ def _dequantize(operand: Operand, dtype: torch.dtype) -> Any:
 
 
 QUANTIZE = Kernel("triton", triton_rows.refuses_quantize, triton_rows.quantize, "cuda", _quantize)
-QUANTIZE_BOTH = Kernel("triton", triton_columns.refuses_both, triton_columns.quantize_both, "cuda", _quantize_both)
-FAKE_QUANTIZE = Kernel("triton", triton_rows.refuses_fake_quantize, triton_rows.fake_quantize, "cuda", _fake_quantize)
+QUANTIZE_BOTH = Kernel("triton", triton_columns.refuses_both, triton_columns.pair, "cuda", _quantize_both)
+FAKE_QUANTIZE = Kernel("triton", triton_rows.refuses_quantize, triton_rows.fake_quantize, "cuda", _fake_quantize)
 PAIR = Kernel("triton", triton_columns.refuses_pair, triton_columns.pair, "cuda", _pair)
 DEQUANTIZE = Kernel("triton", triton_rows.refuses_dequantize, triton_rows.dequantize, "cuda", _dequantize)

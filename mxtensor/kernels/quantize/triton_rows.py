@@ -7,7 +7,7 @@ which call them.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from .triton_common import (
     PAIR_TILE,
     ROW_TILES,
     SOURCES,
-    CastCode,
     amax_of,
     ceil_div,
     code_of,
@@ -38,6 +37,7 @@ from .triton_common import (
     in_pairs,
     is_transposed_matrix,
     operand_of,
+    power,
     refuses,
     rows_of,
     seed_of,
@@ -46,108 +46,60 @@ from .triton_common import (
 # ---------------------------------------------------------------------------------------------- quantize
 
 
-class _Cast(NamedTuple):
-    """One cast of a matrix: what each of the kernels below takes."""
-
-    x: Tensor
-    out: Tensor
-    scale: Tensor | None
-    """None: ``out`` gets fake-quantized values, in its dtype, instead of codes"""
-    code: CastCode
-    seed: Tensor | None
-    amax: Tensor | None
-    """of the tensor, if a scale depends on it"""
-    global_scale: Tensor | None
-    """written, if the format has one"""
-    swizzled: bool
-
-
 def encode_matrix(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None, swizzled: bool) -> Tensor | None:
     """Cast a matrix with unit stride along its rows into ``out`` and ``scale``; returns the global scale or None.
 
     If ``scale`` is None, the fake-quantized values are written to ``out``, in its dtype, instead of codes.
     """
-    format, code, seed = cast.format, code_of(cast, x.device), seed_of(cast, x.device)
+    format, code, seed, values = cast.format, code_of(cast, x.device), seed_of(cast, x.device), scale is None
     amax = amax_of(x) if format.has_tensor_scale else None
     global_scale = x.new_empty((), dtype=torch.float32) if format.global_scale else None
-    one = _Cast(x, out, scale, code, seed, amax, global_scale, swizzled)
+    (rows, cols), stride, width, block = x.shape, x.stride(0), out.shape[-1], code.block
     pairs = seed is None and in_pairs(x)
-    if code.block == -1:
-        _encode_full_rows(one)
-    elif format.rows_are_blocked and code.block:
-        _encode_squares(one)
-    elif scale is None and pairs and rounds_in_words(code, out):
+    if block == -1:  # one scale for each row
+        span, warps = FULL_ROW_TILE
+        wide = min(span * 4, power(cols, 128))
+        whole = wide >= cols
+        wide, warps = (wide, min(warps, max(1, wide // 512))) if whole else (span, warps)
+        launch(
+            device_code("quantize.quantize_full_rows"),
+            rows,
+            (x, out, scale, seed, rows, cols, stride, width),
+            (code, 1, wide, cols % wide == 0, whole, values),
+            warps,
+        )
+    elif format.rows_are_blocked and block:  # square blocks
+        blocks = max(1, 128 // block)
+        wide = blocks * block
+        launch(
+            device_code("quantize.quantize_tiles"),
+            ceil_div(rows, block) * ceil_div(cols, wide),
+            (x, out, scale, amax, global_scale, seed, rows, cols, stride, width, ceil_div(cols, block)),
+            (code, blocks, rows % block == 0 and cols % wide == 0, values),
+            4 if block < 128 else 8,
+        )
+    elif values and pairs and rounds_in_words(code, out):
         round_tiles(x, code, out, None)
-    elif scale is not None and pairs and code.bits == 4:
-        _encode_pairs(one)
-    else:
-        _encode_rows(one)
+    elif not values and pairs and code.bits == 4:  # 4-bit codes of bfloat16 values, two at a time
+        high, wide, warps = PAIR_TILE
+        words = cols // 2
+        launch(
+            device_code("quantize.quantize_rows_fp4"),
+            ceil_div(rows, high) * ceil_div(words, wide),
+            (x, out, scale, amax, global_scale, rows, words, stride // 2, width, ceil_div(cols, block)),
+            (code, high, wide, rows % high == 0 and words % wide == 0, swizzled),
+            warps,
+        )
+    else:  # blocks along rows, or one scale for the tensor
+        high, wide, warps = ROW_TILES[x.element_size()]
+        launch(
+            device_code("quantize.quantize_rows"),
+            ceil_div(rows, high) * ceil_div(cols, wide),
+            (x, out, scale, amax, global_scale, seed, rows, cols, stride, width, ceil_div(cols, max(block, 1))),
+            (code, high, wide, rows % high == 0 and cols % wide == 0, swizzled, values),
+            warps,
+        )
     return global_scale
-
-
-def _encode_full_rows(c: _Cast) -> None:
-    """One scale for each row."""
-    rows, cols = c.x.shape
-    span, warps = FULL_ROW_TILE
-    width = min(span * 4, max(128, 1 << (cols - 1).bit_length()))
-    whole = width >= cols
-    width, warps = (width, min(warps, max(1, width // 512))) if whole else (span, warps)
-    launch(
-        device_code("quantize.quantize_full_rows"),
-        rows,
-        (c.x, c.out, c.scale, c.seed, rows, cols, c.x.stride(0), c.out.shape[-1]),
-        (c.code, 1, width, cols % width == 0, whole, c.scale is None),
-        warps,
-    )
-
-
-def _encode_squares(c: _Cast) -> None:
-    """Square blocks."""
-    (rows, cols), block = c.x.shape, c.code.block
-    blocks = max(1, 128 // block)
-    wide = blocks * block
-    launch(
-        device_code("quantize.quantize_tiles"),
-        ceil_div(rows, block) * ceil_div(cols, wide),
-        (
-            c.x, c.out, c.scale, c.amax, c.global_scale, c.seed, rows, cols, c.x.stride(0), c.out.shape[-1],
-            ceil_div(cols, block),
-        ),
-        (c.code, blocks, rows % block == 0 and cols % wide == 0, c.scale is None),
-        4 if block < 128 else 8,
-    )  # fmt: skip
-
-
-def _encode_pairs(c: _Cast) -> None:
-    """4-bit codes of bfloat16 values, two at a time."""
-    high, wide, warps = PAIR_TILE
-    rows, words = c.x.shape[0], c.x.shape[1] // 2
-    launch(
-        device_code("quantize.quantize_rows_fp4"),
-        ceil_div(rows, high) * ceil_div(words, wide),
-        (
-            c.x, c.out, c.scale, c.amax, c.global_scale, rows, words, c.x.stride(0) // 2, c.out.shape[-1],
-            ceil_div(c.x.shape[1], c.code.block),
-        ),
-        (c.code, high, wide, rows % high == 0 and words % wide == 0, c.swizzled),
-        warps,
-    )  # fmt: skip
-
-
-def _encode_rows(c: _Cast) -> None:
-    """Blocks along rows, or one scale for the tensor."""
-    high, wide, warps = ROW_TILES[c.x.element_size()]
-    rows, cols = c.x.shape
-    launch(
-        device_code("quantize.quantize_rows"),
-        ceil_div(rows, high) * ceil_div(cols, wide),
-        (
-            c.x, c.out, c.scale, c.amax, c.global_scale, c.seed, rows, cols, c.x.stride(0), c.out.shape[-1],
-            ceil_div(cols, max(c.code.block, 1)),
-        ),
-        (c.code, high, wide, rows % high == 0 and cols % wide == 0, c.swizzled, c.scale is None),
-        warps,
-    )  # fmt: skip
 
 
 def _one_by_one(x: Tensor, format: Format) -> bool:
@@ -156,22 +108,27 @@ def _one_by_one(x: Tensor, format: Format) -> bool:
     return x.dim() > 2 and square and x.shape[-2] % format.block[0] != 0
 
 
+def _encode(x: Tensor, cast: Cast, out: Tensor, scale: Tensor | None) -> Tensor | None:
+    """``encode_matrix`` of a tensor. If x is the transpose of a row-major matrix, fake-quantized values are stored as
+    that matrix."""
+    with on(x.device):
+        if is_transposed_matrix(x, cast.format):
+            return encode_columns(x.t(), cast, None, (out, scale))
+        if _one_by_one(x, cast.format):
+            outs, scales = out.flatten(0, -3), repeat(None) if scale is None else scale.flatten(0, -3)
+            for matrix, codes, scale_of_one in zip(x.flatten(0, -3), outs, scales, strict=False):
+                encode_matrix(rows_of(matrix), cast, codes, scale_of_one, False)
+            return None
+        rows = rows_of(x)
+        return encode_matrix(rows, cast, out if rows is x else out.view(rows.shape[0], -1), scale, False)
+
+
 @by_matrix
 def quantize(x: Tensor, cast: Cast) -> Operand:
     """``reference.encode`` of a CUDA tensor."""
     format, shape = cast.format, tuple(x.shape)
     components = empty(x, format, shape)
-    with on(x.device):
-        if is_transposed_matrix(x, format):
-            global_scale = encode_columns(x.t(), cast, None, components)
-        elif _one_by_one(x, format):
-            global_scale = None
-            for matrix, data, scale in zip(*(t.flatten(0, -3) for t in (x, *components)), strict=True):
-                encode_matrix(rows_of(matrix), cast, data, scale, False)
-        else:
-            rows = rows_of(x)
-            data = components[0] if rows is x else components[0].view(rows.shape[0], -1)
-            global_scale = encode_matrix(rows, cast, data, components[1], False)
+    global_scale = _encode(x, cast, *components)
     return operand_of(components, global_scale, format, shape)
 
 
@@ -198,18 +155,10 @@ def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> tuple[Tensor, Te
         scales = torch.stack([scale for _, scale in pieces if scale is not None])
         whole = torch.stack([values for values, _ in pieces]).view(x.shape)
         return whole, scales.view(cast.format.global_scale_shape(tuple(x.shape)))
-    if is_transposed_matrix(x, cast.format):
-        transposed = torch.empty(x.t().shape, dtype=dtype, device=x.device)
-        with on(x.device):
-            return transposed.t(), encode_columns(x.t(), cast, None, (transposed, None))
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    with on(x.device):
-        if _one_by_one(x, cast.format):
-            for matrix, target in zip(x.flatten(0, -3), out.flatten(0, -3), strict=True):
-                encode_matrix(rows_of(matrix), cast, target, None, False)
-            return out, None
-        rows = rows_of(x)
-        return out, encode_matrix(rows, cast, out.view(rows.shape), None, False)
+    is_transposed = is_transposed_matrix(x, cast.format)
+    out = torch.empty(x.t().shape if is_transposed else x.shape, dtype=dtype, device=x.device)
+    global_scale = _encode(x, cast, out, None)
+    return out.t() if is_transposed else out, global_scale
 
 
 # ---------------------------------------------------------------------------------------------- dequantize
@@ -250,11 +199,8 @@ def dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
-def refuses_quantize(spec: Spec, x: Tensor, cast: Cast) -> str | None:
-    return cast.why_not_plain or refuses(spec)
-
-
-def refuses_fake_quantize(spec: Spec, x: Tensor, cast: Cast, dtype: torch.dtype) -> str | None:
+def refuses_quantize(spec: Spec, x: Tensor, cast: Cast, dtype: torch.dtype = torch.float32) -> str | None:
+    """``dtype``: of fake-quantized values."""
     if dtype not in SOURCES:
         return f"not for {dtype_name(dtype)}"
     return cast.why_not_plain or refuses(spec)

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.cuda import check_error
 
 from ...core import recording
+from ...core.compat import tree_leaves
 from .cuda_driver import ALIGNMENT, Argument, LaunchSettings, TensorMap, driver, use_context
 from .disk_cache import warn_once
 from .native_build import load
@@ -248,40 +250,14 @@ def launch_steps(steps: Callable[..., Sequence[KernelCall]], tensors: Sequence[T
     ``steps`` reads shapes, strides, dtypes and addresses; its arguments depend on addresses by sums only.
     """
     recorder = recording.active()
-    if recorder is None:
-        _launch(steps(*tensors))
-        return
-    with recorder.paused():
-        _launch(steps(*tensors))
+    with nullcontext() if recorder is None else recorder.paused():
+        for kernel, grid, memory, arguments in steps(*tensors):
+            kernel(*grid, memory, arguments)
+        if recorder is None:
+            return
         stand_ins = [None if t is None else _At(t, WINDOW * (i + 1)) for i, t in enumerate(tensors)]
         run = packed(steps(*stand_ins), [t.data_ptr() for t in stand_ins if t is not None])
     recorder.launch(recording.Launch(run, (), (), tuple(t for t in tensors if t is not None)))
-
-
-def _launch(steps: Sequence[KernelCall]) -> None:
-    for kernel, grid, memory, arguments in steps:
-        kernel(*grid, memory, arguments)
-
-
-def launch_kernel(kernel: Any, blocks: int, memory: int, arguments: Sequence[Tensor | int | None]) -> None:
-    """Run ``blocks`` blocks of a kernel of ``nvrtc.function``, each with ``memory`` bytes of shared memory.
-
-    A tensor among the arguments stands for its address, None for the address 0.
-    """
-    tensors = [a for a in arguments if isinstance(a, Tensor)]
-
-    def steps(*tensors: Any) -> list[KernelCall]:
-        rest = iter(tensors)
-        return [
-            (
-                kernel,
-                (blocks, 1),
-                memory,
-                [next(rest).data_ptr() if isinstance(a, Tensor) else a or 0 for a in arguments],
-            )
-        ]
-
-    launch_steps(steps, tensors)
 
 
 # ---------------------------------------------------------------------------------------------- kernels of Triton
@@ -292,11 +268,6 @@ SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "u32": 4, "i64": 8, "u64
 SCRATCH = 2
 """Pointers to memory of Triton's that follow the arguments: null, because these kernels ask for none."""
 SLOT = 8
-
-
-def _leaves(kinds: Any) -> list[Any]:
-    """The kinds in a signature; a tuple stands for an argument that is one."""
-    return [leaf for kind in kinds for leaf in (_leaves(kind) if isinstance(kind, tuple) else (kind,))]
 
 
 def parameters(signature: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[int, int | None]] | None:
@@ -315,7 +286,7 @@ def parameters(signature: Sequence[Any], arguments: Sequence[Any]) -> list[tuple
             found.append((SIZES[kind], value))
         else:
             return None
-    rest = _leaves(signature[len(arguments) :])
+    rest = tree_leaves([*signature[len(arguments) :]])  # a tuple stands for an argument that is one
     return found if all(kind == "constexpr" for kind in rest) else None
 
 
@@ -332,19 +303,6 @@ def _agrees(handle: int, sizes: Sequence[int]) -> bool:
             return False
     beyond = ctypes.c_size_t(len(sizes))
     return bool(ask(ctypes.c_void_p(handle), beyond, ctypes.byref(offset), ctypes.byref(size)))
-
-
-def native_launch(
-    handle: int, programs: int, threads: int, memory: int, sizes: Sequence[tuple[int, int | None]]
-) -> Run | None:
-    """A launch of one kernel with one grid, whose integers never change: ``run(stream, *addresses)``, in the order of
-    the kernel's parameters."""
-    block = b"".join(struct.pack("<q", value or 0) for _, value in sizes) + bytes(SLOT * SCRATCH)
-    offsets = tuple(range(0, len(block), SLOT))
-    addresses = [at for at, (_, value) in zip(offsets, sizes, strict=False) if value is None]
-    moved = tuple((at, base, 0) for base, at in enumerate(addresses))
-    step = Step(handle, programs, 1, 1, threads, memory, 0, 0, block, offsets, moved)
-    return launches(len(addresses), [step])
 
 
 def of_compiled(compiled: Any, programs: int, arguments: Sequence[Any]) -> tuple[Run, tuple[Tensor, ...]] | None:
@@ -365,5 +323,11 @@ def of_compiled(compiled: Any, programs: int, arguments: Sequence[Any]) -> tuple
     tensors = tuple(
         t for t, kind in zip(arguments, kinds, strict=False) if isinstance(t, Tensor) and kind != "constexpr"
     )
-    run = native_launch(compiled.function, programs, 32 * metadata.num_warps, metadata.shared, sizes)
+    block = b"".join(struct.pack("<q", value or 0) for _, value in sizes) + bytes(SLOT * SCRATCH)
+    offsets = tuple(range(0, len(block), SLOT))
+    addresses = [at for at, (_, value) in zip(offsets, sizes, strict=False) if value is None]
+    moved = tuple((at, base, 0) for base, at in enumerate(addresses))
+    threads = 32 * metadata.num_warps
+    step = Step(compiled.function, programs, 1, 1, threads, metadata.shared, 0, 0, block, offsets, moved)
+    run = launches(len(addresses), [step])
     return None if run is None else (run, tensors)

@@ -386,16 +386,15 @@ def pipelined_bytes(format: Format, config: LaunchConfig, x_rows: int, k: int) -
     return ring + 8 * config.cols + min(x_rows, config.cols) * (2 * most * config.depth + 64)
 
 
-def clusters(config: LaunchConfig, gpu: Gpu) -> int:
-    """Clusters of a persistent kernel that run at a time."""
-    return config.persistent * gpu.clusters_of(config.split)
-
-
 def persistent_layout(
     format: Format, config: LaunchConfig, x_rows: int, n: int, k: int, gpu: Gpu
 ) -> SharedMemoryLayout | None:
     """The layout of ``cuda/persistent.cu``, with the sums of as many weight tiles as fit; None if not even one fits."""
-    tiles, stages, at_a_time = -(-n // config.rows), -(-k // config.depth), clusters(config, gpu)
+    tiles, stages, at_a_time = (
+        -(-n // config.rows),
+        -(-k // config.depth),
+        config.persistent * gpu.clusters_of(config.split),
+    )
     if at_a_time == 0:
         return None
     most = -(-tiles // min(at_a_time, tiles))

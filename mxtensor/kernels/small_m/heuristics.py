@@ -208,7 +208,9 @@ def stand_in(format: Format) -> str:
 
 
 def fitted(config: LaunchConfig, m: int) -> LaunchConfig:
-    """The config with no more columns than m activation rows need, in multiples of 32."""
+    """A wgmma config for more than 64 rows with no more columns than m activation rows need, in multiples of 32."""
+    if not config.wgmma or m <= 64:
+        return config
     tiles = -(-m // config.cols)
     return config._replace(nt=min(config.nt, 4 * -(-m // (32 * tiles))))
 
@@ -255,8 +257,9 @@ def choose_config(
         config = config if gpu.capability >= CLUSTERS else config._replace(split=1)
         return config if layout_of(format, config, x_rows, n, k, gpu) else None
 
-    product = gpu, format, m, n, k, casts
-    tuned_here = _tuned_here(*product, runnable)
+    product, case = (gpu, format, m, n, k, casts), (stand_in(format), casts, m, n, k)
+    here = (runnable(line.config) for line in tuned(gpu.name) if line[:5] == case)
+    tuned_here = next((config for config in here if config is not None), None)
     if tuned_here is not None:
         return tuned_here
     found, measured = _by_costs(*product, runnable), _in_table(gpu, stand_in(format), m, n, k)
@@ -292,14 +295,6 @@ Runnable = Callable[[LaunchConfig], LaunchConfig | None]
 """A config -> the config as this GPU can run it for this product; None if it cannot."""
 
 
-def _tuned_here(
-    gpu: Gpu, format: Format, m: int, n: int, k: int, casts: bool, runnable: Runnable
-) -> LaunchConfig | None:
-    """The config that ``mx.tune`` found fastest for exactly this product; None if it did not measure it."""
-    case = stand_in(format), casts, m, n, k
-    return next(filter(None, (runnable(line.config) for line in tuned(gpu.name) if line[:5] == case)), None)
-
-
 def _by_costs(
     gpu: Gpu, format: Format, m: int, n: int, k: int, casts: bool, runnable: Runnable
 ) -> tuple[float, LaunchConfig] | None:
@@ -308,7 +303,7 @@ def _by_costs(
     for name in dict.fromkeys((stand_in(format), STAND_INS[format.element.bits], STAND_INS[8])):
         for key in ((name, casts, rows), (name, False, rows)):
             for us, config in by_expected_time(model.get(key, ()), m, n, k, format, gpu):
-                found = runnable(fitted(config, m) if config.wgmma and m > 64 else config)
+                found = runnable(fitted(config, m))
                 if found is not None:
                     return us, found
     return None
@@ -332,7 +327,7 @@ def _nearest(
         for line in sorted((line for line in fit if line.m == rows and not line.casts), key=distance):
             same_cast = with_cast.get((rows, line.n, line.k, line.config.kind)) if casts else None
             config = (same_cast or line).config
-            found = runnable(fitted(config, m) if config.wgmma and m > 64 else config)
+            found = runnable(fitted(config, m))
             if found is not None:
                 return found
     return FALLBACK

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,11 +60,6 @@ def is_cast_here(cast: Cast, x: Tensor) -> bool:
     return f.scale is UE4M3 and f.block == (1, 16)
 
 
-def _cast_of(cast: str, scaling: str) -> Cast | None:
-    """The cast that an op's two strings name; None for an empty ``cast``."""
-    return Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
-
-
 def check_arguments(
     op: str, x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None,
     ends: Tensor | None, out_dtype: torch.dtype, cast: Cast | None,
@@ -109,7 +104,8 @@ def small_m(
     (G,) the operand is a stack (G, N, K): rows ``ends[g - 1]`` to ``ends[g]`` of x are multiplied by matrix g, and the
     rows after the last end are zeros.
     """
-    f, to, weights = get_format(format), _cast_of(cast, scaling), [Weight(data, scale, global_scale, bias)]
+    f, weights = get_format(format), [Weight(data, scale, global_scale, bias)]
+    to = Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
     check_arguments("mxtensor::small_m", x, weights, f, cols, x_global, ends, out_dtype, to)
     return launch(x, weights, f, cols, x_global, ends, alpha, beta, out_dtype, to)[0]
 
@@ -129,7 +125,8 @@ def small_m_shared(
     """``small_m`` of one x by each of several weights, without groups."""
     if not data or len({*map(len, (data, scale, global_scale, bias))}) > 1:
         raise ValueError("mxtensor::small_m_shared: data, scale, global_scale and bias must have one length, not 0")
-    f, to, weights = get_format(format), _cast_of(cast, scaling), [*map(Weight, data, scale, global_scale, bias)]
+    f, weights = get_format(format), [*map(Weight, data, scale, global_scale, bias)]
+    to = Cast(get_format(cast), ScaleCalculationMode(scaling)) if cast else None
     check_arguments("mxtensor::small_m_shared", x, weights, f, cols, x_global, None, out_dtype, to)
     return launch(x, weights, f, cols, x_global, None, alpha, beta, out_dtype, to)
 
@@ -234,37 +231,27 @@ def _activations(a: GemmOperand) -> tuple[Tensor, Tensor | None, Cast | None]:
     return a, None, None
 
 
-def _one(
-    x: Tensor, data: Tensor, scale: Tensor, format: Format, cols: int, x_global: Tensor | None,
-    global_scale: Tensor | None, bias: Tensor | None, *rest: Any,
-) -> Tensor:  # fmt: skip
-    """``launch`` of one weight."""
-    return launch(x, (Weight(data, scale, global_scale, bias),), format, cols, x_global, *rest)[0]
-
-
-def _op(x: Tensor, data: Tensor, scale: Tensor, format: Format, *rest: Any) -> Tensor:
-    """``_one`` as the custom op, for traced graphs."""
-    *others, cast = rest
-    cast_strings = ("", "") if cast is None else (cast.format.name, cast.scaling.value)
-    return small_m(x, data, scale, format.name, *others, *cast_strings)  # type: ignore[no-any-return]
-
-
-def _run(a: GemmOperand, b: GemmOperand, *rest: Any, work: Callable[..., Tensor]) -> Tensor:
-    """The product by ``work``, ``_one`` or ``_op``. ``rest``: the arguments; of a grouped product, its ends before."""
+def _run(a: GemmOperand, b: GemmOperand, *rest: Any, traced: bool = False) -> Tensor:
+    """The product; ``rest``: the arguments, and of a grouped product its ends before. ``traced``: as the custom op."""
     *ends, args = rest
     assert isinstance(b, Operand) and not b.has_stack_scales  # the device code reads one
     if not is_traced(b.data):
         check_sizes(b, strided=True)
     x, x_global, cast = _activations(a)
     shape = (*x.shape[:-1], b.shape[-2])
-    out = work(
-        as_rows(x), b.data.contiguous(), b.scale.contiguous(), b.format, b.shape[-1], x_global, b.global_scale,
-        readable_bias(args, shape, TYPES), ends[0].contiguous() if ends else None, float(args.alpha),
-        float(args.beta), args.out_dtype, cast,
-    )  # fmt: skip
-    return out if len(shape) == 2 else out.view(shape)
+    rows, data, scale, cols = as_rows(x), b.data.contiguous(), b.scale.contiguous(), b.shape[-1]
+    bias, where = readable_bias(args, shape, TYPES), ends[0].contiguous() if ends else None
+    numbers = float(args.alpha), float(args.beta), args.out_dtype
+    if traced:
+        names = ("", "") if cast is None else (cast.format.name, cast.scaling.value)
+        weight = b.global_scale, bias
+        out = small_m(rows, data, scale, b.format.name, cols, x_global, *weight, where, *numbers, *names)
+    else:
+        weights = (Weight(data, scale, b.global_scale, bias),)
+        out = launch(rows, weights, b.format, cols, x_global, where, *numbers, cast)[0]
+    return out if len(shape) == 2 else out.view(shape)  # type: ignore[no-any-return]
 
 
-_HERE, _TRACED = partial(_run, work=_one), partial(_run, work=_op)
-KERNEL = Kernel("small_m", refuses, _HERE, "cuda", _TRACED, expected_us)
-GROUPED = Kernel("small_m", refuses_grouped, _HERE, "cuda", _TRACED)
+_TRACED = partial(_run, traced=True)
+KERNEL = Kernel("small_m", refuses, _run, "cuda", _TRACED, expected_us)
+GROUPED = Kernel("small_m", refuses_grouped, _run, "cuda", _TRACED)

@@ -44,7 +44,6 @@ from .config import (
     can_be_direct,
     can_use_wgmma,
     classes_of,
-    clusters,
     constants,
     facts_for,
     has_whole_chunks,
@@ -134,7 +133,8 @@ class ResolvedLaunch(NamedTuple):
 
 @cache
 def argument_struct(weights: int, direct: bool = False) -> struct.Struct:
-    """The C struct of the arguments of a kernel that takes this many weights."""
+    """The C struct of the arguments of a kernel that takes this many weights; one object of each, because
+    ``nvrtc.function`` is cached by it."""
     fields = weights * WEIGHT + OTHERS
     if not direct:
         return struct.Struct(fields)
@@ -200,7 +200,7 @@ def resolve(
     (rows, _, groups), packed = sizes, argument_struct(len(tiles), config.direct)
     grid = config.split, not config.reduce_global
     kernel = nvrtc.function(device, KERNEL_SOURCES[config.kind], row, config.kind, packed, config.threads, *grid)
-    blocks = min(sum(tiles), clusters(config, gpu_of(device))), 1
+    blocks = min(sum(tiles), config.persistent * gpu_of(device).clusters_of(config.split)), 1
     if not config.persistent:
         blocks = sum(tiles), min(groups, rows) or -(-rows // config.cols)
     return ResolvedLaunch(config, layout, kernel, blocks, (0, *accumulate(tiles[:-1])), divmod(sum(tiles), blocks[0]))
@@ -256,32 +256,23 @@ class Weight(NamedTuple):
     bias: Tensor | None
 
 
-def resolved_for(
-    x: Tensor, weights: Sequence[Weight], format: Format, cols: int, groups: int, out_dtype: torch.dtype,
-    cast: Cast | None, config: LaunchConfig | None,
-) -> ResolvedLaunch:  # fmt: skip
-    """``resolve`` for these tensors."""
-    codes, scales, bias, widths = 0, 0, out_dtype, []
-    for data, scale, _, added in weights:
-        *_, width, row_bytes = data.shape
-        codes |= data.data_ptr() | row_bytes
-        scales |= scale.data_ptr() | scale.shape[-1] * scale.element_size()
-        widths.append(width)
-        if added is not None:
-            bias = added.dtype
-    alignment = codes & 15, scales & 15, (x.data_ptr() | 2 * x.stride()[0]) & 15
-    sizes = x.shape[0], cols, groups
-    return resolve(x.device, format, (x.dtype, out_dtype, bias), sizes, tuple(widths), alignment, cast, config)
-
-
 def _launch_once(
     x: Tensor, weights: Sequence[Weight], format: Format, cols: int, x_global: Tensor | None, ends: Tensor | None,
     alpha: float, beta: float, out_dtype: torch.dtype, cast: Cast | None, given: LaunchConfig | None,
 ) -> list[Tensor]:  # fmt: skip
     """The products with at most ``MOST_WEIGHTS`` weights, whose biases have one dtype, by one product kernel."""
     rows, groups = x.shape[0], 0 if ends is None else weights[0].data.shape[0]
-    resolved = resolved_for(x, weights, format, cols, groups, out_dtype, cast, given)
-    results = [x.new_empty(rows, w.data.shape[-2], dtype=out_dtype) for w in weights]
+    codes, scales, bias_dtype, widths = 0, 0, out_dtype, []
+    for data, scale, _, bias in weights:
+        *_, width, row_bytes = data.shape
+        codes |= data.data_ptr() | row_bytes
+        scales |= scale.data_ptr() | scale.shape[-1] * scale.element_size()
+        widths.append(width)
+        bias_dtype = bias_dtype if bias is None else bias.dtype
+    alignment = codes & 15, scales & 15, (x.data_ptr() | 2 * x.stride()[0]) & 15
+    types, sizes = (x.dtype, out_dtype, bias_dtype), (rows, cols, groups)
+    resolved = resolve(x.device, format, types, sizes, tuple(widths), alignment, cast, given)
+    results = [x.new_empty(rows, width, dtype=out_dtype) for width in widths]
     scratch, memory = None, None
     if resolved.config.converts:
         scratch = scratch_of(resolved.config, rows, x.shape[1], cast, resolved.blocks)
@@ -297,26 +288,19 @@ def _launch_once(
     return results
 
 
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
 def steps_of(
     x: Tensor, weights: Sequence[Weight], results: Sequence[Tensor], format: Format, cast: Cast | None,
     resolved: ResolvedLaunch, scratch: Scratch | None, base: int, alpha: float = 1.0, beta: float = 1.0,
     ends: Tensor | None = None, x_global: Tensor | None = None,
 ) -> list[KernelCall]:  # fmt: skip
-    """The launches of a product, in order; ``base``: the address of its scratch memory."""
-    first = [] if scratch is None else activation_steps(x, format, cast, resolved.config, scratch, base)
-    arguments = _arguments(x, weights, results, resolved, scratch, base, alpha, beta, ends, x_global)
-    return [*first, (resolved.kernel, resolved.blocks, resolved.layout.bytes, arguments)]
+    """The launches of a product, in order; ``base``: the address of its scratch memory.
 
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
-
-
-def _arguments(
-    x: Tensor, weights: Sequence[Weight], results: Sequence[Tensor], resolved: ResolvedLaunch, scratch: Scratch | None,
-    base: int, alpha: float, beta: float, ends: Tensor | None, x_global: Tensor | None,
-) -> list[Argument]:  # fmt: skip
-    """The arguments of a product's kernel, in the order of ``WEIGHT`` and ``OTHERS``."""
+    The arguments of the product's kernel are in the order of ``WEIGHT`` and ``OTHERS``.
+    """
     (data, scale, _, _), layout, first_tiles = weights[0], resolved.layout, resolved.first_tiles
     (*_, width, row_bytes), (*_, scale_rows, scale_cols) = data.shape, scale.shape
     scale_bytes = scale_cols * scale.element_size()
@@ -328,8 +312,10 @@ def _arguments(
             n if bias is not None and bias.dim() == 2 else 0,
         )  # fmt: skip
     out += (0, 0, 0, 0, 0, 0, first_tiles[-1], 0) * (len(first_tiles) - len(weights))  # unused weights
+    before: list[KernelCall] = []
     values = (x.data_ptr(), 0, 0, 0, x.stride()[0])
     if scratch is not None:
+        before = activation_steps(x, format, cast, resolved.config, scratch, base)
         sums = (base + scratch.partial_sums, base + scratch.counters) if scratch.counted else (0, 0)
         values = (base, base + scratch.scale, *sums, scratch.width)
     address, x_scale, partial_sums, counters, stride = values
@@ -338,7 +324,7 @@ def _arguments(
         partial_sums, counters, row_bytes, scale_bytes, stride, *x.shape, 0 if ends is None else data.shape[0],
         layout.x_width, layout.round, *resolved.share, alpha, beta,
     )  # fmt: skip
-    return out
+    return [*before, (resolved.kernel, resolved.blocks, layout.bytes, out)]
 
 
 def launch(
@@ -387,10 +373,6 @@ def compile_all(format: Format, products: Iterable[Product]) -> int:
     """Compile the kernels of these products for the current CUDA device; how many there are."""
     kernels = kernels_of(torch.device("cuda", torch.cuda.current_device()), format, products)
     capability = torch.cuda.get_device_capability()
-
-    def one(kernel: tuple[str, nvrtc.Constants]) -> None:
-        nvrtc.compiled(KERNEL_SOURCES[kernel[0]], kernel[1], capability)
-
     with ThreadPoolExecutor() as pool:
-        list(pool.map(one, kernels))
+        list(pool.map(lambda kernel: nvrtc.compiled(KERNEL_SOURCES[kernel[0]], kernel[1], capability), kernels))
     return len(kernels)

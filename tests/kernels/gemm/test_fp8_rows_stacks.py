@@ -14,8 +14,7 @@ from mxtensor.kernels.quantize.to_row_scaled_both import (
     columns_by_exponents,
     rows_and_column_exponents,
     rows_of_both,
-    rows_of_groups,
-    why_not_groups,
+    why_not_both,
     why_not_rows_first,
 )
 from mxtensor.numerics.groups import Groups
@@ -23,11 +22,10 @@ from mxtensor.numerics.operand import Operand
 from mxtensor.numerics.reference import encode
 from mxtensor.numerics.row_scaled import element_codes, row_scaled
 from tests.helpers.row_scaled import check_rows, values
-from tests.helpers.stand_in import BF16, pretend
+from tests.helpers.stand_in import BF16
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-__all__ = ["pretend"]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the same runs on the device")
 FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp8[1x64]", "float8_e4m3_1x128_pow2", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2[1x64]"]
 SIZES = [5, 0, 40, 33]
@@ -133,10 +131,10 @@ def groups_case(device, name, sizes, after, cols, block):
     x, cast = wide(1, rows, cols, device)[0], mx.Cast.of(name)
     ends = ends_of(sizes)
     groups = Groups(torch.tensor(ends, dtype=torch.int32, device=device), rows, block)
-    assert why_not_groups(x, cast, groups) is None
-    row, column = rows_of_groups(x, cast, groups)
+    assert why_not_both(x, cast, groups) is None
+    row, column = rows_of_both(x, cast, groups=groups)
     found = check_groups(row, column, x, cast, ends, block)
-    alone, other = rows_of_groups(x, cast, groups, rowwise=False)
+    alone, other = rows_of_both(x, cast, False, groups)
     assert alone is None
     check_groups(None, other, x, cast, ends, block)
     return found
@@ -148,7 +146,7 @@ def random_case(device, name, sizes, after, cols):
     x, cast = wide(1, rows, cols, device)[0], mx.Cast.of(name, rounding="stochastic", seed=2**40 + 3)
     ends = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
     groups = Groups(ends, rows, 32)
-    row, column = rows_of_groups(x, cast, groups)
+    row, column = rows_of_both(x, cast, groups=groups)
     check_operand(*row[:4], x, cast)
     whole = encode(groups.padded(x).t().contiguous().cpu(), replace(cast, seed=cast.seed + 1))
     values, column_start = element_codes(whole), 0
@@ -227,7 +225,7 @@ def test_ends_that_are_not_ends_write_nothing_outside(ends, monkeypatch):
         return to_row_scaled_both.RowOperand.inside(memory.narrow(0, 512, size), cast.format, shape, groups)
 
     monkeypatch.setattr(to_row_scaled_both, "empty_operand", guarded)
-    row, _ = rows_of_groups(x, cast, groups)
+    row, _ = rows_of_both(x, cast, groups=groups)
     assert len(guards) == 2 and all((t == 0x5A).all() for pair in guards for t in pair)
     if ends == [64, 64]:
         check_operand(*row[:4], x, cast)
@@ -236,7 +234,7 @@ def test_ends_that_are_not_ends_write_nothing_outside(ends, monkeypatch):
 def test_what_is_not_cast_by_groups():
     groups = Groups(torch.zeros(2, dtype=torch.int32), 32, 32)
     x, cast = torch.randn(32, 64).to(BF16), mx.Cast.of("mxfp8")
-    assert why_not_groups(x, cast, groups) is None
+    assert why_not_both(x, cast, groups) is None
     for words, *case in (
         ("casts groups of rows of bfloat16, not float32 (32, 64)", x.float(), cast, groups),
         ("powers of two", x, mx.Cast.of("nvfp4"), groups),
@@ -244,7 +242,7 @@ def test_what_is_not_cast_by_groups():
         ("not to 32", x, mx.Cast.of("mxfp8[1x64]"), groups),
         ("at most 1023 groups, got 1024", x, cast, Groups(torch.zeros(1024, dtype=torch.int32), 32, 32)),
     ):
-        assert words in why_not_groups(*case)
+        assert words in why_not_both(*case)
     assert cast_groups(x, cast, groups, True) is None and cast_rows_first(x, cast) is None  # on a CPU
 
 
@@ -269,7 +267,9 @@ def test_traced_casts_have_the_shapes_of_the_eager_ones(pretend, monkeypatch):
     groups = Groups(torch.tensor([30, 40], dtype=torch.int32), 48, 32)
     stack = torch.randn(2, 32, 64).to(BF16)
     arguments = ("mxfp8_e4m3", "rceil", "nearest", None, 0.0)
-    eager = [[side.memory for side in pair] for pair in (rows_of_groups(x, cast, groups), rows_of_both(stack, cast))]
+    eager = [
+        [side.memory for side in pair] for pair in (rows_of_both(x, cast, groups=groups), rows_of_both(stack, cast))
+    ]
     ops = torch.ops.mxtensor
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake_x, fake_stack = torch.empty(48, 64, dtype=BF16), torch.empty(2, 32, 64, dtype=BF16)

@@ -191,7 +191,7 @@ def test_refusals_give_the_reason(monkeypatch):
 def test_pairs_are_codes_both_ways():
     x = torch.randn(4, 64)
     for forms in ((Form.VALUES, Form.CODES), (None, Form.CODES), (Form.CODES, Form.VALUES)):
-        reason = cuda_both.PAIR.refuses(spec_of(x), x, Cast.of("mxfp8"), *forms, BF16, None, None)
+        reason = cuda_both.KERNEL.refuses(spec_of(x), x, Cast.of("mxfp8"), *forms, BF16, None, None)
         assert reason == "casts to codes, both ways"
 
 

@@ -143,9 +143,14 @@ ELEMENTS = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mx
 
 @pytest.fixture
 def in_words(monkeypatch):
-    """Every value is computed by ``triton_device/quantize.py``; otherwise the test would not test it."""
-    for name in ("_encode", "_encode_words"):
-        monkeypatch.delattr(triton_columns, name)
+    """Every value of columns is computed by ``triton_device/quantize.py``; otherwise the test would not test it."""
+    device_code = triton_columns.device_code
+
+    def checked(name):
+        assert name == "quantize.round_tiles"
+        return device_code(name)
+
+    monkeypatch.setattr(triton_columns, "device_code", checked)
 
 
 @pytest.mark.exhaustive(quick=1)

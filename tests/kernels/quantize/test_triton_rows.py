@@ -225,7 +225,7 @@ def test_every_code_times_every_scale(name, dtype, large_tiles):
 def test_both_copies_of_one_pass_are_the_two_casts(name, dtype, small_tiles):
     cast = Cast.of(name)
     for x in map(surrounded, each_values(name, 36, 134, dtype)):
-        rowwise, columnwise = triton_columns.quantize_both(x, cast)
+        rowwise, columnwise = triton_columns.pair(x, cast)
         assert_same_operand(rowwise, encode(x, cast))
         assert_same_operand(columnwise, encode(x.t(), cast))
 
@@ -237,7 +237,7 @@ def test_columns_of_whole_tiles_and_with_tails(name, shape, small_tiles):
     cast = Cast.of(name)
     x = torch.randn(shape) * 2.0 ** torch.randint(-9, 9, shape).float()
     for y in (x, x.bfloat16()):
-        rowwise, columnwise = triton_columns.quantize_both(y, cast)
+        rowwise, columnwise = triton_columns.pair(y, cast)
         assert_same_operand(rowwise, encode(y, cast))
         assert_same_operand(columnwise, encode(y.t(), cast))
     assert_same_operand(triton_rows.quantize(y.t(), cast), encode(y.t(), cast))
@@ -246,7 +246,7 @@ def test_columns_of_whole_tiles_and_with_tails(name, shape, small_tiles):
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "mxfp8[1x128]"])
 def test_both_copies_with_the_tiles_of_a_device(name):
     cast, x = Cast.of(name, "floor"), values(141, 150, torch.bfloat16)
-    rowwise, columnwise = triton_columns.quantize_both(x[::2], cast)
+    rowwise, columnwise = triton_columns.pair(x[::2], cast)
     assert_same_operand(rowwise, encode(x[::2], cast))
     assert_same_operand(columnwise, encode(x[::2].t(), cast))
 
@@ -336,7 +336,7 @@ def test_a_seed_decides_every_bit_as_in_the_reference(name, small_tiles):
 def test_each_copy_rounds_by_a_stream_of_its_own(name, small_tiles):
     """The transposed copy uses ``seed + 1`` and the row and column of the transpose."""
     x = values(38, 132, torch.float32, specials=False)
-    rowwise, columnwise = triton_columns.quantize_both(x, stochastic(name, 99))
+    rowwise, columnwise = triton_columns.pair(x, stochastic(name, 99))
     assert_same_operand(rowwise, encode(x, stochastic(name, 99)))
     assert_same_operand(columnwise, encode(x.t(), stochastic(name, 100)))
     assert_same_operand(triton_rows.quantize(x.t(), stochastic(name, 5)), encode(x.t(), stochastic(name, 5)))
