@@ -468,7 +468,7 @@ FAULTS = (
           "names = (param_name.replace(first, other) for other in others)", "names = (param_name for other in others)",
           "integrations/test_transformers_names.py integrations"),
     Fault("a failure of the command exits with 0", "cli/main.py",
-          "return FAILED\n    except KeyboardInterrupt", "return 0\n    except KeyboardInterrupt",
+          "return FAILED\n        except KeyboardInterrupt", "return 0\n        except KeyboardInterrupt",
           "cli"),
     Fault("keys that were cropped are read", "integrations/kv_storage.py",
           "self.coded = max(0, length - self.first.shape[2])", "self.coded = max(0, length - self.first.shape[2] + 1)",
