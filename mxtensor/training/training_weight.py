@@ -131,8 +131,6 @@ def refuse_product(func: Any, weights: list[Any]) -> None:
 
 # ---------------------------------------------------------------------------------------------- training weight
 
-aten = torch.ops.aten
-
 WEIGHT_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """torch function -> rule(func, args, kwargs); ``interception.py`` fills it."""
 

@@ -91,6 +91,14 @@ def test_a_page_begins_with_its_reader_and_a_block_of_code(page: Path) -> None:
     assert "```" in page.read_text().split("\n## ")[0], "a block of code before the first section"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_row_of_a_table_names_a_file_twice(page: Path) -> None:
+    """A second mention is what remains where files have been merged."""
+    for row in re.findall(r"^\|.*$", page.read_text(), re.MULTILINE):
+        files = re.findall(r"`([\w/]+\.(?:py|cpp|cuh|cu|c|h))`", row)
+        assert len(files) == len(set(files)), f"{name(page)}: {row}"
+
+
 def test_no_shown_output_of_the_readme_is_wider_than_a_terminal() -> None:
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 150

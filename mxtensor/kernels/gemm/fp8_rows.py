@@ -1,7 +1,7 @@
 """MX operands on FP8 tensor cores without block-scaled instructions: row-scaled E4M3 through ``torch._scaled_mm``.
 
 Both operands are rescaled to E4M3 codes with one power of two a row and multiplied with float32 scales for rows.
-``numerics/row_scaled.py`` defines that form, with a glossary; ``numerics/row_scaled.py`` bounds the error.
+``numerics/row_scaled.py`` defines that form, with a glossary, and bounds the error.
 Activations are cast straight to that form. Rows that are out of range are multiplied again from their own codes and
 scales: the device finds them, the host does not wait (``triton_device/row_scaled_products.py``).
 """
