@@ -8,7 +8,6 @@ import mxtensor as mx
 from mxtensor.core.kernel import Spec
 from mxtensor.kernels.operands import Unquantized
 from mxtensor.numerics.reference import encode
-from tests.helpers.machine import pretend  # noqa: F401
 from tests.helpers.slow_swizzle import slowly_back
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
