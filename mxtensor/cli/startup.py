@@ -42,6 +42,11 @@ def open_standard_files() -> None:
         sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-if is_command():
+def prepare() -> None:
+    """Say an interrupt in one line, also while torch is imported, and open the standard files."""
     sys.excepthook = _without_traceback
     open_standard_files()
+
+
+if is_command():
+    prepare()
