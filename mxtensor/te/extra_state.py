@@ -226,4 +226,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Te
 def read_pickle(data: bytes) -> Any:
     """What a pickle holds: numbers, strings, bytes, tensors, tuples, lists and dicts of them; an ``Inert`` for all
     else. Raises what damaged bytes, and opcodes and keys that TransformerEngine does not write, lead to."""
-    return _Reader(BytesIO(data)).load()
+    try:
+        return _Reader(BytesIO(data)).load()
+    except KeyError as error:  # an opcode that is not in the table
+        raise ValueError(f"opcode {error} is not one of TransformerEngine's pickles") from error
