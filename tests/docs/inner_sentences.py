@@ -24,6 +24,7 @@ INNER = {
     # of a table that mx.tune did not write: tests/calibration/test_mutations.py
     "{value} is not a table of launch configs: {value}",
     # inside the sentence about an extra state: tests/te/test_te_pickle.py
+    "opcode {value} is not one of TransformerEngine's pickles",
     "a storage is not of torch.save",
     "a storage holds something else",
     "a storage of {value} values has {value} bytes",
